@@ -1,0 +1,46 @@
+"""How an encoder plugs in: one small protocol in two halves.
+
+`plan` and `fingerprint` run in the node: no torch, no model, microseconds. `load`, `preprocess`
+and `forward` run in the forward worker. An encoder is constructed in both; `load` builds the model.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from epd.protocol.messages import DType, EmbeddingSpec, Probe
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MediaItem(NamedTuple):
+    """What `preprocess` gets: the probe that was announced and the media bytes."""
+
+    probe: Probe
+    media: memoryview
+    dtype: DType
+
+
+class Encoder(Protocol):
+    name: str
+    fingerprint: str
+    """Model, configuration, weights, processor: equal if and only if the embeddings are."""
+    default_dtype: DType
+
+    def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
+        """Rows, dim, dtype and aux tensors of an item, from its probe alone.
+
+        Raises `UnsupportedItem` or `MediaInvalid`, with the reason for people.
+        """
+        ...
+
+    def load(self, num_threads: int) -> None:
+        """Build the model (worker only)."""
+        ...
+
+    def preprocess(self, item: MediaItem) -> Any:
+        """Decode and normalise one item. Raises `MediaInvalid` or `MediaMismatch` (probe differs)."""
+        ...
+
+    def forward(self, batch: list[Any]) -> "list[torch.Tensor]":
+        """One tensor of `rows x dim` per preprocessed item, in order, of the dtype planned."""
+        ...

@@ -1,0 +1,57 @@
+"""What all machines share: the step, its total dispatch, and the base types of its values.
+
+A machine is a module with states, events and effects as frozen structs, a table
+`TRANSITIONS[(state type, event type)] -> handler`, and `step(state, event, now_s, limits)`:
+total, pure, no clock, randomness, ids or IO inside; they arrive in events. The order of effects is
+meaningful. `state.deadline_s` (or None) is the one deadline of a state; the runtime feeds
+`TimerExpired` only when the *current* state's deadline has passed. A trace record is one step.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    """Base of all states: hashable, encodable."""
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all events: hashable, encodable; never holds payload or media bytes."""
+
+
+class Effect(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all effects."""
+
+
+class TimerExpired(Event):
+    """The deadline of the current state has passed."""
+
+
+class Ignored(Effect):
+    """The event changed nothing here; counted, by the event's name."""
+
+    event: str
+
+
+class Step(NamedTuple):
+    state: Any
+    effects: tuple[Effect, ...]
+
+
+class Timed(Protocol):
+    @property
+    def deadline_s(self) -> float | None: ...
+
+
+Handler = Callable[[Any, Any, float, Any], Step]
+Table = Mapping[tuple[type, type], Handler]
+
+
+def dispatch(table: Table, state: Any, event: Event, now_s: float, limits: Any) -> Step:
+    """Total: a pair that is not in the table changes nothing and is reported as `Ignored`."""
+    handler = table.get((type(state), type(event)))
+    if handler is None:
+        return Step(state, (Ignored(type(event).__name__),))
+    return handler(state, event, now_s, limits)
