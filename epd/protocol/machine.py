@@ -8,19 +8,22 @@ meaningful. `state.deadline_s` (or None) is the one deadline of a state; the run
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, dataclass_transform
 
 import msgspec
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class State(msgspec.Struct, frozen=True, tag=True):
     """Base of all states: hashable, encodable."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Event(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all events: hashable, encodable; never holds payload or media bytes."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Effect(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all effects."""
 

@@ -5,7 +5,7 @@ and, where memory is meant, grant. New fields go to the end and need defaults; u
 fields are ignored, which is what makes a rolling upgrade work. No pickle.
 """
 
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 import msgspec
 
@@ -18,10 +18,12 @@ DType = Literal["float32", "bfloat16", "float16"]
 ITEMSIZE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Struct(msgspec.Struct, frozen=True, array_like=True):
     """Base of nested wire values: positional, hashable."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages: positional, hashable, tagged with the class name."""
 

@@ -1,0 +1,1 @@
+"""epd: the embedding transfer layer for disaggregated multimodal LLM serving."""

@@ -1,0 +1,198 @@
+"""The source machine: one per staged result on the encoder (I2, DESIGN 3.3).
+
+A staging slot is pinned only while its forward runs or between `ForwardDone` and `Receipt`;
+otherwise it may be evicted. When it is freed its seal is changed first, visibly to a reader before
+any byte of it is reused. Pins are named, never counted: a repeat changes nothing.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from epd.protocol.ids import Attempt, LeaseId, Part, Seal, SessionId, TransferId
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.messages import Struct
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """This machine has no deadlines."""
+
+
+class Subscriber(Struct):
+    """Who wants one item: one attempt of one part, and the item's number in its request."""
+
+    session: SessionId
+    transfer: TransferId
+    part: Part
+    attempt: Attempt
+    item: int
+
+
+class Vacant(State):
+    deadline_s: None = None
+    final: ClassVar[bool] = True
+
+
+class Writing(State):
+    """A forward writes into it, until the worker's own word or death. `unwanted`: free it then."""
+
+    staged: LeaseId
+    seal: Seal
+    next_seal: Seal
+    unwanted: bool = False
+    deadline_s: None = None
+    final: ClassVar[bool] = False
+
+
+class Stable(State):
+    """Whole. `pins` are readers between `ForwardDone` and `Receipt`."""
+
+    staged: LeaseId
+    seal: Seal
+    next_seal: Seal
+    pins: tuple[Subscriber, ...] = ()
+    unwanted: bool = False
+    deadline_s: None = None
+    final: ClassVar[bool] = False
+
+
+AnyState = Vacant | Writing | Stable
+INITIAL: Final = Vacant()
+
+
+class Reserved(Event):
+    """A slot for one forward. Both seals are fresh: the one announced and the one that ends it."""
+
+    staged: LeaseId
+    seal: Seal
+    next_seal: Seal
+
+
+class Written(Event):
+    """The worker's own word: the forward into it has ended well."""
+
+
+class WriteEnded(Event):
+    """The forward has ended without a result, by the worker's own word or its death."""
+
+
+class PinWanted(Event):
+    subscriber: Subscriber
+
+
+class Unpinned(Event):
+    subscriber: Subscriber
+
+
+class EvictWanted(Event):
+    """Room is short: free it if nobody reads it."""
+
+
+class ReleaseWanted(Event):
+    """Its job is over: free it as soon as nobody writes or reads it."""
+
+
+AnyEvent = Reserved | Written | WriteEnded | PinWanted | Unpinned | EvictWanted | ReleaseWanted | TimerExpired
+
+
+class WriteSeal(Effect):
+    """Put the seal into the trailer, visibly before anything that follows."""
+
+    staged: LeaseId
+    seal: Seal
+
+
+class FreeExtent(Effect):
+    """Back to the staging pool; always after `WriteSeal` of another seal."""
+
+    staged: LeaseId
+
+
+class TellPinned(Effect):
+    staged: LeaseId
+    subscriber: Subscriber
+    seal: Seal
+
+
+class TellGone(Effect):
+    """There is nothing to pin any more."""
+
+    subscriber: Subscriber
+
+
+class TellEvicted(Effect):
+    staged: LeaseId
+
+
+AnyEffect = WriteSeal | FreeExtent | TellPinned | TellGone | TellEvicted | Ignored
+
+
+def _reserve(_: Vacant, event: Reserved, now_s: float, limits: Limits) -> Step:
+    state = Writing(event.staged, event.seal, event.next_seal)
+    return Step(state, (WriteSeal(event.staged, event.seal),))
+
+
+def _settle_written(state: Writing, event: Written, now_s: float, limits: Limits) -> Step:
+    if state.unwanted:
+        return _free(state)
+    return Step(Stable(state.staged, state.seal, state.next_seal), ())
+
+
+def _end_write(state: Writing, event: WriteEnded, now_s: float, limits: Limits) -> Step:
+    return _free(state)
+
+
+def _release_writing(state: Writing, event: ReleaseWanted, now_s: float, limits: Limits) -> Step:
+    return Step(replace(state, unwanted=True), ())
+
+
+def _pin(state: Stable, event: PinWanted, now_s: float, limits: Limits) -> Step:
+    if state.unwanted:
+        return Step(state, (TellGone(event.subscriber),))
+    pins = state.pins if event.subscriber in state.pins else (*state.pins, event.subscriber)
+    return Step(replace(state, pins=pins), (TellPinned(state.staged, event.subscriber, state.seal),))
+
+
+def _pin_gone(state: AnyState, event: PinWanted, now_s: float, limits: Limits) -> Step:
+    return Step(state, (TellGone(event.subscriber),))
+
+
+def _unpin(state: Stable, event: Unpinned, now_s: float, limits: Limits) -> Step:
+    after = replace(state, pins=tuple(pin for pin in state.pins if pin != event.subscriber))
+    return _free(after) if after.unwanted and not after.pins else Step(after, ())
+
+
+def _evict(state: Stable, event: EvictWanted, now_s: float, limits: Limits) -> Step:
+    if state.pins:
+        return Step(state, (Ignored("EvictWanted"),))
+    freed = _free(state)
+    return Step(freed.state, (*freed.effects, TellEvicted(state.staged)))
+
+
+def _release(state: Stable, event: ReleaseWanted, now_s: float, limits: Limits) -> Step:
+    return Step(replace(state, unwanted=True), ()) if state.pins else _free(state)
+
+
+def _free(state: Writing | Stable) -> Step:
+    return Step(Vacant(), (WriteSeal(state.staged, state.next_seal), FreeExtent(state.staged)))
+
+
+TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
+    (Vacant, Reserved): _reserve,
+    (Vacant, PinWanted): _pin_gone,
+    (Writing, Written): _settle_written,
+    (Writing, WriteEnded): _end_write,
+    (Writing, ReleaseWanted): _release_writing,
+    (Writing, PinWanted): _pin_gone,
+    (Stable, PinWanted): _pin,
+    (Stable, Unpinned): _unpin,
+    (Stable, EvictWanted): _evict,
+    (Stable, ReleaseWanted): _release,
+}
+
+
+def step(state: AnyState, event: AnyEvent, now_s: float, limits: Limits) -> Step:
+    """Total and pure (see `machine.py`)."""
+    return dispatch(TRANSITIONS, state, event, now_s, limits)
