@@ -14,6 +14,8 @@ from epd.protocol.ids import Attempt, Incarnation, LeaseId, NodeId, Part, Region
 Role = Literal["encoder", "prefill", "client"]
 MediaKind = Literal["image", "video", "audio"]
 DType = Literal["float32", "bfloat16", "float16"]
+WantedDType = Literal["model", "float32", "bfloat16", "float16"]
+"""`model` is the model's own dtype; `EmbeddingMetadata` says which that is."""
 
 ITEMSIZE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -171,7 +173,7 @@ class EncodeRequest(Message):
     part: Part
     attempt: Attempt
     items: tuple[Item, ...]
-    dtype: DType
+    dtype: WantedDType
     remaining_ms: int
     traceparent: str | None = None
 
@@ -271,7 +273,7 @@ class Submit(Message):
 
     request: int
     items: tuple[Item, ...]
-    dtype: DType | None
+    dtype: WantedDType
     remaining_ms: int
     rows: bool
 
@@ -323,6 +325,8 @@ class Inventory(Message):
     """Counts by name, e.g. `slots`, `pins`, `jobs`, `records`, `timers`, `sockets`."""
 
     counts: dict[str, int]
+    states: tuple[str, ...] = ()
+    """State names (DESIGN 3.1) that transfers have passed through on this node."""
 
 
 ControlMessage = (

@@ -294,7 +294,7 @@ def _size(state: Live, part: Requested, event: MetadataReceived, now_s: float, l
     named = tuple(zip(part.asked, event.specs, strict=True))
     for item, spec in named:
         known = state.specs[item]
-        if spec.rows < 0 or spec.dim < 1 or spec.dtype != state.dtype:
+        if spec.rows < 0 or spec.dim < 1 or state.dtype not in ("model", spec.dtype):
             return _fatal(
                 part, f"item {item}: {spec.rows}x{spec.dim} {spec.dtype}, asked {state.dtype}", item
             )

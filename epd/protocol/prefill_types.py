@@ -7,7 +7,7 @@ import msgspec
 
 from epd.protocol.ids import Attempt, LeaseId, Part, SessionId
 from epd.protocol.machine import Effect, Event, Ignored, State, TimerExpired
-from epd.protocol.messages import DType, EmbeddingSpec, ErrorValue, Item, ReadyItem, Source, Struct
+from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, ReadyItem, Source, Struct, WantedDType
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class Negotiating(State):
     specs: tuple[EmbeddingSpec | None, ...]
     done: tuple[bool, ...]
     parts: tuple[PartState, ...]
-    dtype: DType
+    dtype: WantedDType
     request_deadline_s: float
     traceparent: str | None
     final: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class AwaitingRoom(State):
     specs: tuple[EmbeddingSpec | None, ...]
     done: tuple[bool, ...]
     parts: tuple[PartState, ...]
-    dtype: DType
+    dtype: WantedDType
     request_deadline_s: float
     traceparent: str | None
     room_deadline_s: float
@@ -133,7 +133,7 @@ class Filling(State):
     specs: tuple[EmbeddingSpec | None, ...]
     done: tuple[bool, ...]
     parts: tuple[PartState, ...]
-    dtype: DType
+    dtype: WantedDType
     request_deadline_s: float
     traceparent: str | None
     lease: LeaseId
@@ -182,7 +182,7 @@ def _earliest(deadline_s: float, parts: Iterable[PartState]) -> float:
 
 class Submitted(Event):
     items: tuple[Item, ...]
-    dtype: DType
+    dtype: WantedDType
     deadline_s: float
     plans: tuple[PartPlan, ...]
     traceparent: str | None = None
@@ -294,7 +294,7 @@ class SendEncodeRequest(Effect):
     part: Part
     attempt: Attempt
     items: tuple[Item, ...]
-    dtype: DType
+    dtype: WantedDType
     deadline_s: float
     traceparent: str | None
 
