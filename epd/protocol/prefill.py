@@ -6,6 +6,7 @@ parts (placing, requested, sized, granted, read). Rules of this file:
 - A message counts only for the attempt that is open, in the session it was opened in (`_to_part`).
 - All parts are leased in one go once all sizes are known; a lease outlives its attempts.
 - A retry asks only for items that were not read yet, and must announce the same sizes.
+- Once delivered, only the consumer's release frees (I5): a cancel changes nothing any more.
 - A request is delivered whole or failed with one error, by its deadline. What happens to its memory
   is the slot machine's business (`slots.py`): here the lease is only given back.
 """
@@ -242,11 +243,6 @@ def _cancel(state: Live, event: CancelWanted, now_s: float, limits: Limits) -> S
     return _fail(state, Cancelled("cancelled by the caller").as_value(), ())
 
 
-def _cancel_delivered(state: Delivered, event: CancelWanted, now_s: float, limits: Limits) -> Step:
-    error = Cancelled("cancelled by the caller").as_value()
-    return Step(Ended(error.code), (ReturnLease(state.lease), FailRequest(error)))
-
-
 def _expire(state: Live, event: TimerExpired, now_s: float, limits: Limits) -> Step:
     if now_s >= state.request_deadline_s:
         return _fail(state, _deadline_error(state), ())
@@ -480,7 +476,6 @@ TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
     (AwaitingRoom, RoomRefused): _refuse_room,
     (Delivered, Taken): _take,
     (Delivered, Released): _free,
-    (Delivered, CancelWanted): _cancel_delivered,
     (Delivered, TimerExpired): _warn,
     (Consumed, Released): _free,
     (Consumed, TimerExpired): _warn,

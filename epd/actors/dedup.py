@@ -1,0 +1,242 @@
+"""The DedupCoordinator: jobs by content key, their subscribers, and the media they need."""
+
+from typing import NamedTuple
+
+from epd.actors.media import Arrived, MediaStore, Progress, Refused
+from epd.actors.staging_buffers import (
+    SourceEvent,
+    StagedEvicted,
+    StagingAnswer,
+    StagingUnwanted,
+    StagingWanted,
+)
+from epd.memory.pool import Extent
+from epd.protocol import jobs, sources
+from epd.protocol.ids import LeaseId, SessionId
+from epd.protocol.job_key import JobKey
+from epd.protocol.machine import Effect
+from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, MediaChunk, NeedMedia
+from epd.protocol.sources import Subscriber
+from epd.runtime.actor import Actor
+from epd.runtime.endpoint import Endpoint
+from epd.runtime.machines import MachineTable
+from epd.runtime.mailbox import Mailbox
+from epd.runtime.runtime import Runtime
+
+
+class Subscription(NamedTuple):
+    job: JobKey
+    subscriber: Subscriber
+    item: Item
+    spec: EmbeddingSpec
+
+
+class SubscriberGranted(NamedTuple):
+    job: JobKey
+    subscriber: Subscriber
+
+
+class SubscriberLeft(NamedTuple):
+    job: JobKey
+    subscriber: Subscriber
+
+
+class ChunkReceived(NamedTuple):
+    session: SessionId
+    chunk: MediaChunk
+
+
+class MediaAbsent(NamedTuple):
+    """The peer's `MediaMissing`."""
+
+    session: SessionId
+    sha256: bytes
+
+
+class SessionOver(NamedTuple):
+    session: SessionId
+
+
+class ForwardStarted(NamedTuple):
+    job: JobKey
+
+
+class ForwardEnded(NamedTuple):
+    """From the EncodeActor: the worker's own word, or its death."""
+
+    job: JobKey
+    error: ErrorValue | None
+    digest: bytes | None
+
+
+class ForwardWanted(NamedTuple):
+    """To the EncodeActor: the media are here, the staging slot is reserved."""
+
+    job: JobKey
+    item: Item
+    spec: EmbeddingSpec
+    extent: Extent
+    media: memoryview
+
+
+class ForwardUnwanted(NamedTuple):
+    job: JobKey
+
+
+class WorkerTooSlow(NamedTuple):
+    job: JobKey
+
+
+class JobNews(NamedTuple):
+    """To the EncodeActor, for one subscriber: ready (staged), evicted (None), or failed (error)."""
+
+    subscriber: Subscriber
+    staged: LeaseId | None
+    error: ErrorValue | None = None
+
+
+Mail = (
+    Subscription
+    | SubscriberGranted
+    | SubscriberLeft
+    | ChunkReceived
+    | MediaAbsent
+    | SessionOver
+    | ForwardStarted
+    | ForwardEnded
+    | StagingAnswer
+    | StagedEvicted
+)
+EncodeMail = ForwardWanted | ForwardUnwanted | WorkerTooSlow | JobNews
+
+
+class DedupCoordinator(Actor[Mail]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        mailbox: Mailbox[Mail],
+        endpoint: Endpoint,
+        limits: jobs.Limits,
+        media_budget_nbytes: int,
+    ) -> None:
+        super().__init__("dedup", mailbox)
+        self._endpoint = endpoint
+        self._jobs: MachineTable = runtime.machines("jobs", jobs, limits, self._perform)
+        self._about: dict[JobKey, tuple[Item, EmbeddingSpec]] = {}
+        self._extents: dict[LeaseId, Extent] = {}
+        self._digests: dict[JobKey, bytes] = {}
+        self._media: MediaStore[JobKey] = MediaStore(
+            media_budget_nbytes,
+            ask=self._ask_media,
+            report=self._media_news,
+        )
+        self.shared_subscriptions = 0
+        self.forwards = 0
+        self.to_buffers: Mailbox[StagingWanted | StagingUnwanted | SourceEvent]
+        self.to_encode: Mailbox[EncodeMail]
+
+    def handle(self, message: Mail) -> None:
+        match message:
+            case Subscription():
+                if message.job in self._about:
+                    self.shared_subscriptions += 1
+                self._about[message.job] = (message.item, message.spec)
+                self._jobs.feed(message.job, jobs.Subscribed(message.subscriber))
+            case SubscriberGranted():
+                self._jobs.feed(message.job, jobs.Granted(message.subscriber))
+            case SubscriberLeft():
+                self._jobs.feed(message.job, jobs.Left(message.subscriber))
+                self._forget_ended(message.job)
+            case ChunkReceived():
+                self._media.take_chunk(message.session, message.chunk)
+            case ForwardStarted():
+                self.forwards += 1
+                self._jobs.feed(message.job, jobs.ForwardStarted())
+            case ForwardEnded():
+                if message.digest is not None:
+                    self._digests[message.job] = message.digest
+                self._jobs.feed(message.job, jobs.ForwardEnded(message.error))
+            case StagingAnswer():
+                self._take_staging(message)
+            case StagedEvicted():
+                self._extents.pop(message.staged, None)
+                self._jobs.feed(message.job, jobs.Evicted(message.staged))
+            case MediaAbsent():
+                self._media.missing(message.session, message.sha256)
+            case SessionOver():
+                self._media.session_ended(message.session)
+
+    def _take_staging(self, answer: StagingAnswer) -> None:
+        if answer.error is not None:
+            self._jobs.feed(answer.job, jobs.StagingRefused(answer.error))
+            return
+        assert answer.staged is not None and answer.extent is not None
+        self._extents[answer.staged] = answer.extent
+        self._jobs.feed(answer.job, jobs.StagingReserved(answer.staged))
+
+    def _ask_media(self, session: SessionId, sha256: bytes) -> None:
+        self._endpoint.send(session, NeedMedia(sha256))  # unsent: the session has ended, we shall be told
+
+    def _media_news(self, job: JobKey, news: Progress | Arrived | Refused) -> None:
+        match news:
+            case Progress():
+                self._jobs.feed(job, jobs.MediaProgress())
+            case Arrived():
+                self._jobs.feed(job, jobs.MediaArrived())
+            case Refused():
+                self._jobs.feed(job, jobs.MediaFailed(news.sender, news.error.as_value()))
+
+    def _perform(self, job: JobKey, effects: tuple[Effect, ...]) -> None:
+        item, spec = self._about[job]
+        for effect in effects:
+            match effect:
+                case jobs.FetchMedia():
+                    self._media.fetch(job, item.sha256, item.media_nbytes, effect.sender)
+                case jobs.DropMedia():
+                    self._media.drop(job, item.sha256)
+                case jobs.AskStaging():
+                    self.to_buffers.tell(StagingWanted(job, spec.nbytes))
+                case jobs.WithdrawStaging():
+                    self.to_buffers.tell(StagingUnwanted(job))
+                case jobs.QueueForward():
+                    extent = self._extents[effect.staged]
+                    media = self._media.get(item.sha256)
+                    self.to_encode.tell(ForwardWanted(job, item, spec, extent, media))
+                case jobs.UnqueueForward():
+                    self.to_encode.tell(ForwardUnwanted(job))
+                case jobs.KillWorker():
+                    self.to_encode.tell(WorkerTooSlow(job))
+                case _:
+                    self._perform_staged(job, effect)
+        self._forget_ended(job)
+
+    def _perform_staged(self, job: JobKey, effect: Effect) -> None:
+        match effect:
+            case jobs.MarkWritten():
+                digest = self._digests.pop(job, None)
+                self.to_buffers.tell(SourceEvent(effect.staged, sources.Written(), digest))
+            case jobs.MarkWriteEnded():
+                self._extents.pop(effect.staged, None)
+                self.to_buffers.tell(SourceEvent(effect.staged, sources.WriteEnded()))
+            case jobs.ReleaseStaged():
+                self._extents.pop(effect.staged, None)
+                self.to_buffers.tell(SourceEvent(effect.staged, sources.ReleaseWanted()))
+            case jobs.TellReady():
+                self.to_encode.tell(JobNews(effect.subscriber, effect.staged))
+            case jobs.TellEvicted():
+                self.to_encode.tell(JobNews(effect.subscriber, None))
+            case jobs.TellFailed():
+                self.to_encode.tell(JobNews(effect.subscriber, None, effect.error))
+
+    def _forget_ended(self, job: JobKey) -> None:
+        if isinstance(self._jobs.state(job), jobs.Absent):
+            self._about.pop(job, None)
+            self._digests.pop(job, None)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "jobs": len(self._about),
+            "media": len(self._media),
+            "media_nbytes": self._media.held_nbytes,
+            "staged_extents": len(self._extents),
+        }

@@ -1,0 +1,368 @@
+"""The EncodeActor: plans items, joins jobs and grants, owns the forward worker (DESIGN 4)."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from epd.actors.dedup import (
+    ForwardEnded,
+    ForwardStarted,
+    ForwardUnwanted,
+    ForwardWanted,
+    JobNews,
+    SubscriberGranted,
+    SubscriberLeft,
+    Subscription,
+    WorkerTooSlow,
+)
+from epd.actors.staging_buffers import PinAnswer, PinAsked, UnpinAsked, sealed_nbytes
+from epd.encoders.base import Encoder
+from epd.forward.process import ForwardItem, ForwardWorker, ItemResult
+from epd.protocol import encoder as machine
+from epd.protocol.errors import EpdError, ForwardFailed, MediaInvalid, RequestTooLarge
+from epd.protocol.ids import Part, SessionId, TransferId
+from epd.protocol.job_key import JobKey, job_key
+from epd.protocol.machine import Effect, Event
+from epd.protocol.messages import (
+    BufferGrant,
+    Cancel,
+    DType,
+    EmbeddingMetadata,
+    EmbeddingSpec,
+    EncodeRequest,
+    ErrorValue,
+    Failed,
+    ForwardDone,
+    Item,
+    Receipt,
+)
+from epd.protocol.sources import Subscriber
+from epd.runtime.actor import Actor
+from epd.runtime.endpoint import Endpoint
+from epd.runtime.machines import MachineTable
+from epd.runtime.mailbox import Mailbox
+from epd.runtime.runtime import Runtime
+
+_log = structlog.get_logger()
+
+TransferMessage = EncodeRequest | BufferGrant | Receipt | Cancel
+Key = tuple[SessionId, TransferId, Part]
+
+
+class FromPeer(NamedTuple):
+    session: SessionId
+    message: TransferMessage
+
+
+class SessionOver(NamedTuple):
+    session: SessionId
+
+
+class Drain(NamedTuple):
+    """Hand back what was not started."""
+
+
+class WorkerReady(NamedTuple):
+    pass
+
+
+class BatchEnded(NamedTuple):
+    batch: int
+    results: Sequence[ItemResult]
+
+
+class WorkerDied(NamedTuple):
+    reason: str
+
+
+Mail = (
+    FromPeer
+    | SessionOver
+    | Drain
+    | ForwardWanted
+    | ForwardUnwanted
+    | WorkerTooSlow
+    | JobNews
+    | PinAnswer
+    | WorkerReady
+    | BatchEnded
+    | WorkerDied
+)
+
+
+class ItemLimits(NamedTuple):
+    """What one item may need here."""
+
+    media_nbytes: int
+    region_nbytes: int
+
+
+class EncodeActor(Actor[Mail]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        mailbox: Mailbox[Mail],
+        endpoint: Endpoint,
+        encoder: Encoder,
+        worker: ForwardWorker,
+        item_limits: ItemLimits,
+        *,
+        batch_items: int,
+        digest: bool,
+    ) -> None:
+        super().__init__("encode", mailbox)
+        self._clock = runtime.clock
+        self._endpoint = endpoint
+        self._encoder = encoder
+        self._worker = worker
+        self._item_limits = item_limits
+        self._batch_items = batch_items
+        self._digest = digest
+        self._parts: MachineTable = runtime.machines("encoder", machine, machine.Limits(), self._perform)
+        self._of_session: dict[SessionId, set[Key]] = {}
+        self._jobs: dict[Key, dict[int, JobKey]] = {}
+        self._queue: OrderedDict[JobKey, ForwardWanted] = OrderedDict()
+        self._running: tuple[JobKey, ...] = ()
+        self._batch = 0
+        self._worker_ready = False
+        self._draining = False
+        self.states_seen: set[str] = set()
+        self.outcomes: dict[str, int] = {}
+        self.to_dedup: Mailbox[
+            Subscription | SubscriberGranted | SubscriberLeft | ForwardStarted | ForwardEnded
+        ]
+        self.to_buffers: Mailbox[PinAsked | UnpinAsked]
+
+    # -- mail --------------------------------------------------------------------------------
+
+    def handle(self, message: Mail) -> None:
+        match message:
+            case FromPeer():
+                self._from_peer(message.session, message.message)
+            case JobNews():
+                self._feed_subscriber(message.subscriber, _job_event(message))
+            case PinAnswer():
+                self._feed_subscriber(message.subscriber, _pin_event(message))
+            case SessionOver():
+                for key in list(self._of_session.get(message.session, ())):
+                    self._feed(key, machine.SessionEnded())
+            case Drain():
+                self._draining = True
+                for key in list(self._jobs):
+                    self._feed(key, machine.DrainWanted())
+            case _:
+                self._from_worker_or_dedup(message)
+
+    def _from_worker_or_dedup(self, message: Mail) -> None:
+        match message:
+            case ForwardWanted():
+                self._queue[message.job] = message
+            case ForwardUnwanted():
+                self._queue.pop(message.job, None)
+            case WorkerReady():
+                self._worker_ready = True
+            case BatchEnded():
+                if message.batch == self._batch:
+                    self._end_batch(message.results)
+            case WorkerDied():
+                self._worker_ready = False
+                error = ForwardFailed(f"the forward worker died: {message.reason}").as_value()
+                self._end_batch([ItemResult(error, None)] * len(self._running))
+            case WorkerTooSlow():
+                if message.job in self._running:
+                    self._worker.kill()
+        self._start_batch()
+
+    def _from_peer(self, session: SessionId, message: TransferMessage) -> None:
+        key = (session, message.transfer, message.part)
+        match message:
+            case EncodeRequest():
+                self._receive_request(key, message)
+            case BufferGrant():
+                self._feed(key, machine.GrantReceived(message.attempt, message.grant))
+            case Receipt():
+                receipt = machine.ReceiptReceived(
+                    message.attempt, message.grant, message.first, message.count
+                )
+                self._feed(key, receipt)
+            case Cancel():
+                self._feed(key, machine.CancelReceived(message.attempt))
+
+    def _receive_request(self, key: Key, request: EncodeRequest) -> None:
+        deadline_s = self._clock.now_s() + request.remaining_ms / 1000
+        specs: list[EmbeddingSpec] = []
+        refusal: ErrorValue | None = None
+        for number, item in enumerate(request.items):
+            try:
+                specs.append(self._plan(item, request))
+            except EpdError as error:
+                refusal = error.as_value(number)
+                break
+        event = machine.RequestReceived(request.attempt, request.items, tuple(specs), deadline_s, refusal)
+        self._feed(key, event)
+        if self._draining:
+            self._feed(key, machine.DrainWanted())
+
+    def _plan(self, item: Item, request: EncodeRequest) -> EmbeddingSpec:
+        dtype: DType = self._encoder.default_dtype if request.dtype == "model" else request.dtype
+        if len(item.sha256) != 32 or item.media_nbytes < 0:
+            raise MediaInvalid("the item has no SHA-256 of 32 bytes, or a negative size")
+        if item.media_nbytes > self._item_limits.media_nbytes:
+            raise RequestTooLarge(
+                f"media of {item.media_nbytes} B, an item may have {self._item_limits.media_nbytes} B"
+            )
+        spec = self._encoder.plan(item.probe, dtype)
+        if sealed_nbytes(spec.nbytes) > self._item_limits.region_nbytes:
+            raise RequestTooLarge(
+                f"an item of {spec.rows}x{spec.dim} {spec.dtype} needs {sealed_nbytes(spec.nbytes)} B, "
+                f"a staging region has {self._item_limits.region_nbytes} B"
+            )
+        return spec
+
+    # -- machine -----------------------------------------------------------------------------
+
+    def _feed_subscriber(self, subscriber: Subscriber, event: Event) -> None:
+        self._feed((subscriber.session, subscriber.transfer, subscriber.part), event)
+
+    def _feed(self, key: Key, event: Event) -> None:
+        self._parts.feed(key, event)
+        state = self._parts.state(key)
+        if isinstance(state, machine.Open):
+            self.states_seen.add(machine.state_name(state))
+            self._of_session.setdefault(key[0], set()).add(key)
+        elif key in self._jobs:
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        del self._jobs[key]
+        of_session = self._of_session[key[0]]
+        of_session.discard(key)
+        if not of_session:
+            del self._of_session[key[0]]
+
+    def _perform(self, key: Key, effects: tuple[Effect, ...]) -> None:
+        session, transfer, part = key
+        for effect in effects:
+            match effect:
+                case machine.SendMetadata():
+                    self._endpoint.send(
+                        session, EmbeddingMetadata(transfer, part, effect.attempt, effect.specs)
+                    )
+                case machine.SendForwardDone():
+                    done = ForwardDone(
+                        transfer,
+                        part,
+                        effect.attempt,
+                        effect.grant,
+                        effect.first,
+                        effect.ready,
+                        effect.last,
+                    )
+                    self._endpoint.send(session, done)
+                case machine.SendFailed():
+                    e = effect.error
+                    self._endpoint.send(
+                        session,
+                        Failed(transfer, part, effect.attempt, e.code, e.retryable, e.item, e.message),
+                    )
+                case machine.AttemptEnded():
+                    self.outcomes[effect.outcome] = self.outcomes.get(effect.outcome, 0) + 1
+                    if effect.outcome == "received":
+                        self.states_seen.update(("rdma-written", "freed"))
+                case _:
+                    self._perform_item(key, effect)
+
+    def _perform_item(self, key: Key, effect: Effect) -> None:
+        session, transfer, part = key
+        match effect:
+            case machine.Subscribe():
+                job = job_key(effect.described, effect.spec.dtype)
+                self._jobs.setdefault(key, {})[effect.item] = job
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_dedup.tell(Subscription(job, subscriber, effect.described, effect.spec))
+            case machine.TellGranted():
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_dedup.tell(SubscriberGranted(self._jobs[key][effect.item], subscriber))
+            case machine.Unsubscribe():
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_dedup.tell(SubscriberLeft(self._jobs[key][effect.item], subscriber))
+            case machine.PinSource():
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_buffers.tell(PinAsked(effect.staged, subscriber))
+            case machine.UnpinSource():
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_buffers.tell(UnpinAsked(effect.staged, subscriber))
+
+    # -- forwards ----------------------------------------------------------------------------
+
+    def _start_batch(self) -> None:
+        if self._running or not self._worker_ready or not self._queue:
+            return
+        batch: list[ForwardWanted] = []
+        while self._queue and len(batch) < self._batch_items:
+            batch.append(self._queue.popitem(last=False)[1])
+        self._batch += 1
+        self._running = tuple(wanted.job for wanted in batch)
+        for job in self._running:
+            self.to_dedup.tell(ForwardStarted(job))
+        items = [
+            ForwardItem(
+                wanted.media,
+                wanted.item.probe,
+                wanted.spec.dtype,
+                wanted.spec,
+                wanted.extent.region,
+                wanted.extent.offset,
+            )
+            for wanted in batch
+        ]
+        self._worker.submit(self._batch, items, digest=self._digest)
+
+    def _end_batch(self, results: Sequence[ItemResult]) -> None:
+        for job, result in zip(self._running, results, strict=True):
+            self.to_dedup.tell(ForwardEnded(job, result.error, result.digest))
+        self._running = ()
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "parts": len(self._parts),
+            "part_jobs": len(self._jobs),
+            "forward_queue": len(self._queue),
+            "forwards_running": len(self._running),
+        }
+
+
+class WorkerMail:
+    """The worker's events as mail: called on the loop, handled in the actor's turn."""
+
+    def __init__(self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied], None]) -> None:
+        self._tell = tell
+
+    def worker_ready(self) -> None:
+        self._tell(WorkerReady())
+
+    def batch_ended(self, batch: int, results: Sequence[ItemResult]) -> None:
+        self._tell(BatchEnded(batch, results))
+
+    def worker_died(self, reason: str) -> None:
+        self._tell(WorkerDied(reason))
+
+
+def _job_event(news: JobNews) -> Event:
+    subscriber = news.subscriber
+    if news.error is not None:
+        return machine.JobFailed(subscriber.attempt, subscriber.item, news.error)
+    if news.staged is None:
+        return machine.JobEvicted(subscriber.attempt, subscriber.item)
+    return machine.JobReady(subscriber.attempt, subscriber.item, news.staged)
+
+
+def _pin_event(answer: PinAnswer) -> Event:
+    subscriber = answer.subscriber
+    if answer.source is None:
+        return machine.SourceGone(subscriber.attempt, subscriber.item)
+    return machine.SourcePinned(
+        subscriber.attempt, subscriber.item, answer.staged, answer.source, answer.digest
+    )

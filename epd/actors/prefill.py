@@ -1,0 +1,480 @@
+"""The PrefillActor: requests, placement over encoders, retries, receipts (DESIGN 4)."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from epd.actors.outgoing import OutgoingMedia, media_chunks
+from epd.actors.receive_buffers import ItemRead, LeaseDone, ReadAsked, RoomAnswer, RoomUnwanted, RoomWanted
+from epd.actors.transfer import PeerAnnounced, PeerAnswer, PeerGone
+from epd.memory.pool import Extent, Pool
+from epd.observe.log import log_transfer_ended
+from epd.protocol import prefill as machine
+from epd.protocol import prefill_types as t
+from epd.protocol.errors import Busy, Draining, EpdError, MediaInvalid, error_from_value
+from epd.protocol.ids import Incarnation, Part, SessionId, TransferId
+from epd.protocol.machine import Effect, Event
+from epd.protocol.messages import (
+    BufferGrant,
+    Cancel,
+    EmbeddingMetadata,
+    EmbeddingSpec,
+    EncodeRequest,
+    ErrorValue,
+    Failed,
+    ForwardDone,
+    Goodbye,
+    MediaMissing,
+    NeedMedia,
+    Receipt,
+    Regions,
+)
+from epd.protocol.placement import EncoderLoad, choose_encoder, plan_parts
+from epd.protocol.wire import MAX_ITEMS_PER_PART
+from epd.request import Delivery, EmbeddingRequest
+from epd.runtime.actor import Actor
+from epd.runtime.endpoint import Endpoint, PeerInfo
+from epd.runtime.machines import MachineTable
+from epd.runtime.mailbox import Mailbox
+from epd.runtime.runtime import Runtime
+
+_log = structlog.get_logger()
+
+EncoderMessage = EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye
+
+
+class SubmitRequest(NamedTuple):
+    """`sink` gets the one `Delivery` of this request, in the loop's thread."""
+
+    request: EmbeddingRequest
+    sink: Callable[[Delivery], None]
+
+
+class CancelRequest(NamedTuple):
+    request_id: str
+
+
+class DeliveryNews(NamedTuple):
+    """The consumer `taken` or `released` its delivery."""
+
+    transfer: TransferId
+    news: str
+
+
+class FromEncoder(NamedTuple):
+    session: SessionId
+    message: EncoderMessage
+
+
+class EncoderOpened(NamedTuple):
+    session: SessionId
+    peer: PeerInfo
+
+
+class EncoderSuspect(NamedTuple):
+    session: SessionId
+    suspect: bool
+
+
+class EncoderLost(NamedTuple):
+    session: SessionId
+
+
+class MediaWritable(NamedTuple):
+    session: SessionId
+
+
+class Drain(NamedTuple):
+    """Take no new requests."""
+
+
+Mail = (
+    SubmitRequest
+    | CancelRequest
+    | DeliveryNews
+    | FromEncoder
+    | EncoderOpened
+    | EncoderSuspect
+    | EncoderLost
+    | MediaWritable
+    | Drain
+    | RoomAnswer
+    | ItemRead
+    | PeerAnswer
+)
+
+
+class _Encoder:
+    """One encoder's session: usable when its memory is readable and it neither is silent nor drains."""
+
+    __slots__ = ("draining", "open_items", "peer", "readable", "session", "suspect")
+
+    def __init__(self, session: SessionId, peer: PeerInfo) -> None:
+        self.session = session
+        self.peer = peer
+        self.readable = False
+        self.suspect = False
+        self.draining = False
+        self.open_items = 0
+
+    @property
+    def usable(self) -> bool:
+        return self.readable and not self.suspect and not self.draining
+
+
+class _Request:
+    """One open request. `phases_s` are the seconds at which each state name was first seen."""
+
+    __slots__ = ("attempts", "extents", "phases_s", "request", "sessions", "sink", "started_s", "transfer")
+
+    def __init__(self, transfer: TransferId, message: SubmitRequest, now_s: float) -> None:
+        self.transfer = transfer
+        self.request = message.request
+        self.sink = message.sink
+        self.started_s = now_s
+        self.extents: tuple[Extent, ...] = ()
+        self.phases_s: dict[str, float] = {}
+        self.attempts: dict[Part, tuple[SessionId, int]] = {}  # open attempts and how many items they ask
+        self.sessions: set[str] = set()
+
+
+class PrefillActor(Actor[Mail]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        mailbox: Mailbox[Mail],
+        endpoint: Endpoint,
+        pool: Pool,
+        limits: machine.Limits,
+        *,
+        max_open_requests: int,
+    ) -> None:
+        super().__init__("prefill", mailbox)
+        self._clock = runtime.clock
+        self._endpoint = endpoint
+        self._pool = pool
+        self._max_open = max_open_requests
+        self._transfers: MachineTable = runtime.machines("prefill", machine, limits, self._perform)
+        self._open: dict[TransferId, _Request] = {}
+        self._by_id: dict[str, TransferId] = {}
+        self._encoders: dict[SessionId, _Encoder] = {}
+        self._media: dict[bytes, dict[TransferId, bytes]] = {}
+        self._outgoing = OutgoingMedia(endpoint)
+        self._next_transfer = 1
+        self._draining = False
+        self.states_seen: set[str] = set()
+        self.outcomes: dict[str, int] = {}
+        self.when_idle: Callable[[], None] | None = None
+        self.to_buffers: Mailbox[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone]
+        self.to_transfer: Mailbox[PeerAnnounced | PeerGone]
+
+    # -- mail --------------------------------------------------------------------------------
+
+    def handle(self, message: Mail) -> None:
+        match message:
+            case FromEncoder():
+                self._from_encoder(message.session, message.message)
+            case ItemRead():
+                self._feed(message.transfer, message.event)
+            case RoomAnswer():
+                self._take_room(message)
+            case SubmitRequest():
+                self._submit(message)
+            case DeliveryNews():
+                event = t.Taken() if message.news == "taken" else t.Released()
+                self._feed(message.transfer, event)
+            case CancelRequest():
+                transfer = self._by_id.get(message.request_id)
+                if transfer is not None:
+                    self._feed(transfer, t.CancelWanted())
+            case MediaWritable():
+                self._outgoing.pump(message.session)
+            case Drain():
+                self._draining = True
+            case _:
+                self._encoder_news(message)
+
+    def _encoder_news(self, message: Mail) -> None:
+        match message:
+            case EncoderOpened():
+                self._encoders[message.session] = _Encoder(message.session, message.peer)
+            case PeerAnswer():
+                encoder = self._encoders.get(message.session)
+                if encoder is not None and message.ok:
+                    encoder.readable = True
+                    self._encoder_available()
+                elif encoder is not None:
+                    self._endpoint.close(message.session, "data_plane", message.reason)
+            case EncoderSuspect():
+                encoder = self._encoders.get(message.session)
+                if encoder is not None:
+                    encoder.suspect = message.suspect
+                    self._encoder_available()
+            case EncoderLost():
+                self._lose_encoder(message.session)
+
+    def _from_encoder(self, session: SessionId, message: EncoderMessage) -> None:
+        encoder = self._encoders.get(session)
+        if encoder is None:
+            return
+        match message:
+            case EmbeddingMetadata():
+                sized = t.MetadataReceived(session, message.part, message.attempt, message.specs)
+                self._feed(message.transfer, sized)
+            case ForwardDone():
+                ready = t.SourcesReady(
+                    session,
+                    message.part,
+                    message.attempt,
+                    message.grant,
+                    message.first,
+                    message.items,
+                    message.last,
+                )
+                self._feed(message.transfer, ready)
+            case Failed():
+                error = ErrorValue(message.code, message.retryable, message.reason, message.item)
+                self._feed(message.transfer, t.AttemptFailed(session, message.part, message.attempt, error))
+            case NeedMedia():
+                self._send_media(session, message.sha256)
+            case Regions():
+                self.to_transfer.tell(PeerAnnounced(session, encoder.peer.segment, message.regions))
+            case Goodbye():
+                encoder.draining = True
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def _submit(self, message: SubmitRequest) -> None:
+        request, now_s = message.request, self._clock.now_s()
+        refusal: EpdError | None = None
+        if self._draining:
+            refusal = Draining("this prefill node drains")
+        elif len(self._open) >= self._max_open:
+            refusal = Busy(f"{len(self._open)} requests are open, the bound is {self._max_open}")
+        elif request.request_id in self._by_id:
+            refusal = Busy(f"a request named {request.request_id!r} is open already")
+        elif not request.items:
+            refusal = MediaInvalid("a request needs at least one item")
+        if refusal is not None:
+            message.sink(Delivery(request.request_id, error=refusal))
+            return
+        transfer = TransferId(self._next_transfer)
+        self._next_transfer += 1
+        self._open[transfer] = _Request(transfer, message, now_s)
+        self._by_id[request.request_id] = transfer
+        items = tuple(item.described() for item in request.items)
+        for item in request.items:
+            self._media.setdefault(item.sha256, {})[transfer] = item.media
+        plans = plan_parts(items, self._loads(), MAX_ITEMS_PER_PART)
+        deadline_s = now_s + request.deadline_s
+        self._feed(transfer, t.Submitted(items, request.dtype, deadline_s, plans, request.traceparent))
+
+    def _take_room(self, answer: RoomAnswer) -> None:
+        if answer.lease is None:
+            assert answer.error is not None
+            self._feed(answer.transfer, t.RoomRefused(answer.error))
+            return
+        open_request = self._open.get(answer.transfer)
+        if open_request is not None:
+            open_request.extents = answer.extents
+        self._feed(answer.transfer, t.RoomLeased(answer.lease))
+
+    def _feed(self, transfer: TransferId, event: Event) -> None:
+        self._transfers.feed(transfer, event)
+
+    def _note_state(self, open_request: _Request) -> None:
+        name = machine.state_name(self._transfers.state(open_request.transfer))
+        if name not in open_request.phases_s:
+            open_request.phases_s[name] = self._clock.now_s()
+            self.states_seen.add(name)
+
+    # -- effects -----------------------------------------------------------------------------
+
+    def _perform(self, transfer: TransferId, effects: tuple[Effect, ...]) -> None:
+        open_request = self._open.get(transfer)
+        if open_request is None:  # ended: only a stray lease is left to give back
+            for effect in effects:
+                if isinstance(effect, t.ReturnLease):
+                    self.to_buffers.tell(LeaseDone(effect.lease))
+            return
+        self._note_state(open_request)
+        for effect in effects:
+            match effect:
+                case t.SendEncodeRequest() | t.SendGrant() | t.SendReceipt() | t.SendCancel():
+                    self._send(open_request, effect)
+                case t.StartRead():
+                    self.to_buffers.tell(ReadAsked(transfer, effect))
+                case t.AskRoom():
+                    self.to_buffers.tell(RoomWanted(transfer, effect.sizes_nbytes))
+                case t.WithdrawRoom():
+                    self.to_buffers.tell(RoomUnwanted(transfer))
+                case t.ReturnLease():
+                    self.to_buffers.tell(LeaseDone(effect.lease))
+                case t.ChooseEncoder():
+                    session = choose_encoder(effect.items, self._loads(), effect.avoid)
+                    self._feed(transfer, t.EncoderChosen(effect.part, session))
+                case t.Deliver():
+                    self._deliver(open_request, effect.specs)
+                case t.FailRequest():
+                    self._fail(open_request, effect.error)
+                case t.WarnUnconsumed():
+                    _log.warning("delivery not consumed", request=open_request.request.request_id)
+        if isinstance(self._transfers.state(transfer), t.Ended | t.New):
+            self._forget(open_request)
+
+    def _send(
+        self,
+        open_request: _Request,
+        effect: t.SendEncodeRequest | t.SendGrant | t.SendReceipt | t.SendCancel,
+    ) -> None:
+        transfer, part, session = open_request.transfer, effect.part, effect.session
+        match effect:
+            case t.SendEncodeRequest():
+                self._close_attempt(open_request, part)
+                self._open_attempt(open_request, part, session, len(effect.items))
+                remaining_ms = max(1, int((effect.deadline_s - self._clock.now_s()) * 1000))
+                request = EncodeRequest(
+                    transfer,
+                    part,
+                    effect.attempt,
+                    effect.items,
+                    effect.dtype,
+                    remaining_ms,
+                    effect.traceparent,
+                )
+                self._endpoint.send(session, request)
+            case t.SendGrant():
+                self._endpoint.send(session, BufferGrant(transfer, part, effect.attempt, effect.lease))
+            case t.SendReceipt():
+                receipt = Receipt(
+                    transfer, part, effect.attempt, effect.lease, effect.first, effect.count, effect.last
+                )
+                self._endpoint.send(session, receipt)
+                if effect.last:
+                    self._close_attempt(open_request, part)
+            case t.SendCancel():
+                self._endpoint.send(session, Cancel(transfer, part, effect.attempt))
+                self._close_attempt(open_request, part)
+
+    def _open_attempt(self, open_request: _Request, part: Part, session: SessionId, items: int) -> None:
+        open_request.attempts[part] = (session, items)
+        encoder = self._encoders.get(session)
+        if encoder is not None:
+            encoder.open_items += items
+            open_request.sessions.add(encoder.peer.node)
+
+    def _close_attempt(self, open_request: _Request, part: Part) -> None:
+        session, items = open_request.attempts.pop(part, (None, 0))
+        encoder = self._encoders.get(session) if session is not None else None
+        if encoder is not None:
+            encoder.open_items -= items
+
+    def _deliver(self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]) -> None:
+        self._drop_media(open_request)
+        transfer = open_request.transfer
+        views = tuple(
+            self._pool.view(extent)[: spec.nbytes]
+            for extent, spec in zip(open_request.extents, specs, strict=True)
+        )
+        delivery = Delivery(
+            open_request.request.request_id,
+            specs,
+            views,
+            None,
+            open_request.phases_s,
+            lambda news: self.mailbox.tell(DeliveryNews(transfer, news)),
+        )
+        open_request.sink(delivery)
+
+    def _fail(self, open_request: _Request, error: ErrorValue) -> None:
+        request_id = open_request.request.request_id
+        self._note_outcome(error.code)
+        self._log_ended(open_request, error.code)
+        error_raised = error_from_value(error)
+        open_request.sink(Delivery(request_id, error=error_raised, phases_s=open_request.phases_s))
+
+    def _note_outcome(self, outcome: str) -> None:
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def _log_ended(self, open_request: _Request, outcome: str) -> None:
+        log_transfer_ended(
+            request=open_request.request.request_id,
+            transfer=open_request.transfer,
+            peers=sorted(open_request.sessions),
+            outcome=outcome,
+            started_s=open_request.started_s,
+            phases_s=open_request.phases_s,
+            ended_s=self._clock.now_s(),
+        )
+
+    def _forget(self, open_request: _Request) -> None:
+        if open_request.phases_s.get("rdma-written") is not None and "freed" in open_request.phases_s:
+            self._note_outcome("freed")
+            self._log_ended(open_request, "freed")
+        for part in list(open_request.attempts):
+            self._close_attempt(open_request, part)
+        self._drop_media(open_request)
+        self._open.pop(open_request.transfer, None)
+        self._by_id.pop(open_request.request.request_id, None)
+        if not self._open and self.when_idle is not None:
+            self.when_idle()
+
+    # -- media -------------------------------------------------------------------------------
+
+    def _send_media(self, session: SessionId, sha256: bytes) -> None:
+        holders = self._media.get(sha256)
+        if not holders:
+            self._endpoint.send(session, MediaMissing(sha256))
+            return
+        media = next(iter(holders.values()))
+        self._outgoing.add(session, media_chunks(sha256, media))
+
+    def _drop_media(self, open_request: _Request) -> None:
+        for item in open_request.request.items:
+            holders = self._media.get(item.sha256)
+            if holders is not None:
+                holders.pop(open_request.transfer, None)
+                if not holders:
+                    del self._media[item.sha256]
+
+    # -- encoders ----------------------------------------------------------------------------
+
+    def _loads(self) -> Sequence[EncoderLoad]:
+        return [
+            EncoderLoad(
+                encoder.session,
+                Incarnation(encoder.peer.incarnation),
+                encoder.open_items,
+                min(MAX_ITEMS_PER_PART, encoder.peer.limits.max_items_per_part),
+            )
+            for encoder in self._encoders.values()
+            if encoder.usable
+        ]
+
+    def _encoder_available(self) -> None:
+        for transfer, open_request in list(self._open.items()):
+            if len(open_request.attempts) < 1 or self._has_placing(transfer):
+                self._feed(transfer, t.EncoderAvailable())
+
+    def _has_placing(self, transfer: TransferId) -> bool:
+        parts = getattr(self._transfers.state(transfer), "parts", ())
+        return any(isinstance(part, t.Placing) for part in parts)
+
+    def _lose_encoder(self, session: SessionId) -> None:
+        if self._encoders.pop(session, None) is None:
+            return
+        self._outgoing.drop(session)
+        self.to_transfer.tell(PeerGone(session))
+        for transfer, open_request in list(self._open.items()):
+            if any(opened == session for opened, _ in open_request.attempts.values()):
+                self._feed(transfer, t.SessionEnded(session))
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "requests": len(self._open),
+            "encoders": sum(encoder.usable for encoder in self._encoders.values()),
+            "media": len(self._media),
+            "outgoing_media": len(self._outgoing),
+            "open_items": sum(encoder.open_items for encoder in self._encoders.values()),
+        }

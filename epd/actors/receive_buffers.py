@@ -1,0 +1,181 @@
+"""The prefill side's BufferManagerActor: the receive pool, its leases and slot machines (I1)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from epd.memory.pool import Extent, Pool
+from epd.memory.waiters import Waiters
+from epd.protocol import prefill, slots
+from epd.protocol.errors import RequestTooLarge
+from epd.protocol.ids import LeaseId, ReadId, TransferId
+from epd.protocol.machine import Effect
+from epd.protocol.messages import ErrorValue
+from epd.protocol.prefill_types import StartRead
+from epd.runtime.actor import Actor
+from epd.runtime.machines import MachineTable
+from epd.runtime.mailbox import Mailbox
+from epd.runtime.runtime import Runtime
+
+
+class RoomWanted(NamedTuple):
+    transfer: TransferId
+    sizes_nbytes: tuple[int, ...]
+
+
+class RoomUnwanted(NamedTuple):
+    transfer: TransferId
+
+
+class ReadAsked(NamedTuple):
+    transfer: TransferId
+    read: StartRead
+
+
+class LeaseDone(NamedTuple):
+    lease: LeaseId
+
+
+class ReadNews(NamedTuple):
+    """From the TransferActor: `ReadPosted` or `ReadTerminal` of one read."""
+
+    lease: LeaseId
+    event: slots.ReadPosted | slots.ReadTerminal
+
+
+class RoomAnswer(NamedTuple):
+    """To the PrefillActor: a lease with one extent per item, or why there will be none."""
+
+    transfer: TransferId
+    lease: LeaseId | None
+    extents: tuple[Extent, ...]
+    error: ErrorValue | None = None
+
+
+class ItemRead(NamedTuple):
+    """To the PrefillActor: one item's read has ended."""
+
+    transfer: TransferId
+    event: prefill.ReadEnded
+
+
+class ReadOrder(NamedTuple):
+    """To the TransferActor: read this source to `local_address`."""
+
+    lease: LeaseId
+    wanted: slots.Wanted
+    local_address: int
+
+
+class AbortOrder(NamedTuple):
+    """To the TransferActor: end this read by our own side."""
+
+    read: ReadId
+
+
+Mail = RoomWanted | RoomUnwanted | ReadAsked | LeaseDone | ReadNews
+
+
+class _Lease(NamedTuple):
+    transfer: TransferId
+    extents: tuple[Extent, ...]
+
+
+class ReceiveBuffers(Actor[Mail]):
+    """Leases room in one total order; hands reads on; frees what the engine has let go of."""
+
+    def __init__(self, runtime: Runtime, mailbox: Mailbox[Mail], pool: Pool, limits: slots.Limits) -> None:
+        super().__init__("buffers", mailbox)
+        self._pool = pool
+        self._waiters: Waiters[TransferId] = Waiters(ageing_s=1.0)
+        self._clock = runtime.clock
+        self._leases: dict[LeaseId, _Lease] = {}
+        self._slots: MachineTable = runtime.machines("slots", slots, limits, self._perform)
+        self._next_lease = 1
+        self._next_read = 1
+        self.to_prefill: Mailbox[RoomAnswer | ItemRead]
+        self.to_transfer: Mailbox[ReadOrder | AbortOrder]
+
+    def handle(self, message: Mail) -> None:
+        match message:
+            case RoomWanted():
+                self._want_room(message)
+            case ReadAsked():
+                self._ask_read(message)
+            case ReadNews():
+                self._slots.feed(message.lease, message.event)
+            case LeaseDone():
+                self._slots.feed(message.lease, slots.LeaseReturned())
+            case RoomUnwanted():
+                if self._waiters.withdraw(message.transfer):
+                    self._admit()
+
+    def _want_room(self, message: RoomWanted) -> None:
+        if not self._pool.fits_empty(message.sizes_nbytes):
+            error = too_large(message.sizes_nbytes, self._pool)
+            self.to_prefill.tell(RoomAnswer(message.transfer, None, (), error.as_value()))
+            return
+        self._waiters.push(message.transfer, message.sizes_nbytes, self._clock.now_s())
+        self._admit()
+
+    def _admit(self) -> None:
+        for transfer, extents in self._waiters.admit(self._pool, self._clock.now_s()):
+            lease = LeaseId(self._next_lease)
+            self._next_lease += 1
+            self._leases[lease] = _Lease(transfer, extents)
+            self._slots.feed(lease, slots.LeaseTaken(lease))
+            self.to_prefill.tell(RoomAnswer(transfer, lease, extents))
+
+    def _ask_read(self, message: ReadAsked) -> None:
+        read = message.read
+        if read.lease not in self._leases:
+            return
+        wanted = slots.Wanted(
+            ReadId(self._next_read),
+            read.session,
+            read.part,
+            read.attempt,
+            read.item,
+            read.source,
+            read.digest,
+        )
+        self._next_read += 1
+        self._slots.feed(read.lease, slots.ReadWanted(wanted))
+
+    def _perform(self, lease: LeaseId, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case slots.PostRead():
+                    extent = self._leases[lease].extents[effect.wanted.item]
+                    address = self._pool.address(extent)
+                    self.to_transfer.tell(ReadOrder(lease, effect.wanted, address))
+                case slots.TellReadEnded():
+                    ended = prefill.ReadEnded(effect.part, effect.attempt, effect.item, effect.error)
+                    self.to_prefill.tell(ItemRead(self._leases[lease].transfer, ended))
+                case slots.AbortRead():
+                    self.to_transfer.tell(AbortOrder(effect.read))
+                case slots.FreeExtents():
+                    self._pool.give(self._leases.pop(lease).extents)
+                    self._admit()
+
+    def counts(self) -> dict[str, int]:
+        quarantined = sum(isinstance(self._slots.state(lease), slots.Quarantined) for lease in self._leases)
+        return {
+            "slots": len(self._leases),
+            "quarantined": quarantined,
+            "room_waiters": len(self._waiters),
+            "pool_free_nbytes": self._pool.free_nbytes,
+            "pool_used_nbytes": self._pool.total_nbytes - self._pool.free_nbytes,
+        }
+
+
+def too_large(sizes_nbytes: Sequence[int], pool: Pool) -> RequestTooLarge:
+    """Names the sizes that do not fit an empty pool."""
+    largest, total = max(sizes_nbytes), sum(sizes_nbytes)
+    return RequestTooLarge(
+        f"{len(sizes_nbytes)} items of {total} B in all, the largest {largest} B; the pool has "
+        f"{pool.total_nbytes} B in regions of {pool.region_nbytes} B",
+        nbytes=total,
+        largest_nbytes=largest,
+        pool_nbytes=pool.total_nbytes,
+        region_nbytes=pool.region_nbytes,
+    )

@@ -1,0 +1,129 @@
+"""What an engine submits and what it gets back: items, requests, deliveries."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from epd.encoders.media import probe_image
+from epd.protocol.errors import EpdError, MediaInvalid
+from epd.protocol.messages import AuxTensor, EmbeddingSpec, Item, Probe, WantedDType
+
+if TYPE_CHECKING:
+    import torch
+
+_log = structlog.get_logger()
+
+
+class ImageItem(msgspec.Struct, frozen=True, eq=False):
+    """One picture: its encoded bytes, its probe and its SHA-256."""
+
+    name: str
+    media: bytes
+    probe: Probe
+    sha256: bytes
+
+    @classmethod
+    def from_bytes(cls, media: bytes, name: str = "image") -> "ImageItem":
+        """Probe and hash encoded media. Raises `MediaInvalid` naming the item."""
+        return cls(name, media, probe_image(media, name), hashlib.sha256(media).digest())
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "ImageItem":
+        """Read, probe and hash a file. Raises `MediaInvalid` naming the path and the reason."""
+        name = os.fspath(path)
+        file = Path(path)
+        try:
+            if not file.is_file():
+                raise MediaInvalid(f"{name}: not a regular file", item_name=name)
+            media = file.read_bytes()
+        except OSError as error:
+            raise MediaInvalid(f"{name}: {error.strerror or error}", item_name=name) from None
+        return cls.from_bytes(media, name)
+
+    def described(self) -> Item:
+        """The item as it travels."""
+        return Item(self.probe, self.sha256, len(self.media))
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, eq=False):
+    """All items are delivered together, in order, or the request fails with one error.
+
+    `request_id` is the caller's, unique among its open requests. `deadline_s` counts from submit.
+    """
+
+    request_id: str
+    items: Sequence[ImageItem]
+    deadline_s: float = 60.0
+    dtype: WantedDType = "model"
+    traceparent: str | None = None
+
+
+class Delivery:
+    """One ended request: views into the pool, one per item, until `release()`; or an error.
+
+    The views are valid until `release()` and no longer; release is explicit, never by garbage
+    collection (I5): a handle dropped without it is reported with the request it belonged to.
+    """
+
+    __slots__ = ("_notify", "_released", "_taken", "error", "phases_s", "request_id", "specs", "views")
+
+    def __init__(
+        self,
+        request_id: str,
+        specs: tuple[EmbeddingSpec, ...] = (),
+        views: tuple[memoryview, ...] = (),
+        error: EpdError | None = None,
+        phases_s: Mapping[str, float] | None = None,
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.specs = specs
+        self.views = views
+        self.error = error
+        self.phases_s = phases_s or {}
+        """When each state name (DESIGN 3.1) was first seen, monotonic seconds; grows until freed."""
+        self._notify = notify
+        self._taken = False
+        self._released = notify is None
+
+    @property
+    def tensors(self) -> "list[torch.Tensor]":
+        """One `rows x dim` tensor per item, in item order: views, no copy. Raises `error` if any."""
+        import torch
+
+        if self.error is not None:
+            raise self.error
+        tensors = []
+        for spec, view in zip(self.specs, self.views, strict=True):
+            dtype = getattr(torch, spec.dtype)
+            shape = (spec.rows, spec.dim)
+            flat = torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
+            tensors.append(flat.view(shape))
+        return tensors
+
+    @property
+    def aux(self) -> tuple[tuple[AuxTensor, ...], ...]:
+        """The aux tensors (e.g. `grid_thw`) of each item."""
+        return tuple(spec.aux for spec in self.specs)
+
+    def take(self) -> None:
+        """Say that the consumer holds the views now (`consumed`); idempotent."""
+        if not self._taken and not self._released and self._notify is not None:
+            self._taken = True
+            self._notify("taken")
+
+    def release(self, stream: object | None = None) -> None:
+        """Give the memory back; idempotent. On a GPU, after `stream`'s work so far."""
+        if not self._released and self._notify is not None:
+            self._released = True
+            self.views = ()
+            self._notify("released")
+
+    def __del__(self) -> None:
+        if not self._released:
+            _log.warning("delivery dropped without release()", request=self.request_id)

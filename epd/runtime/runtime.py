@@ -1,0 +1,37 @@
+"""What every actor of one node shares: time, timers, the recorder, and the hosting of machines."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from epd.protocol.machine import Effect
+from epd.runtime.clock import Clock
+from epd.runtime.machines import MachineTable
+from epd.runtime.recorder import Recorder
+from epd.runtime.timers import Timers
+
+Perform = Callable[[Any, tuple[Effect, ...]], None]
+
+
+class Runtime:
+    def __init__(self, clock: Clock, timers: Timers, recorder: Recorder | None) -> None:
+        self.clock = clock
+        self.timers = timers
+        self.recorder = recorder
+        self._tables: list[MachineTable] = []
+
+    def machines(self, kind: str, machine: Any, limits: Any, perform: Perform) -> MachineTable:
+        """A table of machines of one kind; recorded and timed like all others."""
+        table = MachineTable(kind, machine, limits, self.clock, self.timers, self.recorder, perform)
+        self._tables.append(table)
+        return table
+
+    def record(self, kind: str, key: Hashable, event: Any, now_s: float, effects: tuple[Effect, ...]) -> None:
+        """A step that was made elsewhere (the poller's thread)."""
+        if self.recorder is not None:
+            self.recorder.record(kind, key, event, now_s, effects)
+
+    def counts(self) -> dict[str, int]:
+        """Live machines by kind, and live timers."""
+        counts = {f"machines.{table.kind}": len(table) for table in self._tables}
+        counts["timers"] = len(self.timers)
+        return counts
