@@ -27,21 +27,21 @@ from epd.protocol.errors import (
     TimedOut,
 )
 from epd.protocol.ids import Attempt, Part, SessionId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import (
+    Effect,
+    Event,
+    Ignored,
+    State,
+    Step,
+    TimerExpired,
+    dispatch,
+)
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item
 from epd.protocol.prefill_types import (
-    INITIAL as INITIAL,
-)
-from epd.protocol.prefill_types import (
-    AnyEffect as AnyEffect,
-)
-from epd.protocol.prefill_types import (
-    AnyEvent as AnyEvent,
-)
-from epd.protocol.prefill_types import (
-    AnyState as AnyState,
-)
-from epd.protocol.prefill_types import (
+    INITIAL,
+    AnyEffect,
+    AnyEvent,
+    AnyState,
     AskRoom,
     AttemptFailed,
     AwaitingRoom,
@@ -56,6 +56,7 @@ from epd.protocol.prefill_types import (
     FailRequest,
     Filling,
     Granted,
+    Limits,
     Live,
     MetadataReceived,
     Negotiating,
@@ -82,9 +83,18 @@ from epd.protocol.prefill_types import (
     WarnUnconsumed,
     WithdrawRoom,
 )
-from epd.protocol.prefill_types import (
-    Limits as Limits,
-)
+
+__all__ = [
+    "INITIAL",
+    "PART_TRANSITIONS",
+    "TRANSITIONS",
+    "AnyEffect",
+    "AnyEvent",
+    "AnyState",
+    "Limits",
+    "state_name",
+    "step",
+]
 
 T = TypeVar("T")
 
