@@ -30,7 +30,9 @@ class ImageItem(msgspec.Struct, frozen=True, eq=False):
     @classmethod
     def from_bytes(cls, media: bytes, name: str = "image") -> "ImageItem":
         """Probe and hash encoded media. Raises `MediaInvalid` naming the item."""
-        return cls(name, media, probe_image(media, name), hashlib.sha256(media).digest())
+        return cls(
+            name, media, probe_image(media, name), hashlib.sha256(media).digest()
+        )
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "ImageItem":
@@ -42,7 +44,9 @@ class ImageItem(msgspec.Struct, frozen=True, eq=False):
                 raise MediaInvalid(f"{name}: not a regular file", item_name=name)
             media = file.read_bytes()
         except OSError as error:
-            raise MediaInvalid(f"{name}: {error.strerror or error}", item_name=name) from None
+            raise MediaInvalid(
+                f"{name}: {error.strerror or error}", item_name=name
+            ) from None
         return cls.from_bytes(media, name)
 
     def described(self) -> Item:
@@ -70,7 +74,17 @@ class Delivery:
     collection (I5): a handle dropped without it is reported with the request it belonged to.
     """
 
-    __slots__ = ("_notify", "_released", "_taken", "error", "phases_s", "request_id", "specs", "views")
+    __slots__ = (
+        "_notify",
+        "_released",
+        "_taken",
+        "error",
+        "phases_s",
+        "request_id",
+        "specs",
+        "verified",
+        "views",
+    )
 
     def __init__(
         self,
@@ -79,6 +93,7 @@ class Delivery:
         views: tuple[memoryview, ...] = (),
         error: EpdError | None = None,
         phases_s: Mapping[str, float] | None = None,
+        verified: tuple[bool, ...] = (),
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self.request_id = request_id
@@ -87,6 +102,8 @@ class Delivery:
         self.error = error
         self.phases_s = phases_s or {}
         """When each state name (DESIGN 3.1) was first seen, monotonic seconds; grows until freed."""
+        self.verified = verified
+        """Per item: were its bytes compared with the digest that the forward's worker computed?"""
         self._notify = notify
         self._taken = False
         self._released = notify is None
@@ -102,7 +119,11 @@ class Delivery:
         for spec, view in zip(self.specs, self.views, strict=True):
             dtype = getattr(torch, spec.dtype)
             shape = (spec.rows, spec.dim)
-            flat = torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
+            flat = (
+                torch.frombuffer(view, dtype=dtype)
+                if view.nbytes
+                else torch.empty(0, dtype=dtype)
+            )
             tensors.append(flat.view(shape))
         return tensors
 
@@ -123,6 +144,12 @@ class Delivery:
             self._released = True
             self.views = ()
             self._notify("released")
+
+    def call_from(self, hop: Callable[[Callable[[], None]], None]) -> None:
+        """The consumer lives in another thread: `hop` brings its `take` and `release` to the node's."""
+        notify = self._notify
+        if notify is not None:
+            self._notify = lambda news: hop(lambda: notify(news))
 
     def __del__(self) -> None:
         if not self._released:

@@ -61,7 +61,9 @@ class SessionOver(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """Hand back what was not started."""
+    """Hand back what was not started; `idle` is called when no part is open any more."""
+
+    idle: Callable[[], None]
 
 
 class WorkerReady(NamedTuple):
@@ -120,7 +122,9 @@ class EncodeActor(Actor[Mail]):
         self._item_limits = item_limits
         self._batch_items = batch_items
         self._digest = digest
-        self._parts: MachineTable = runtime.machines("encoder", machine, machine.Limits(), self._perform)
+        self._parts: MachineTable = runtime.machines(
+            "encoder", machine, machine.Limits(), self._perform
+        )
         self._of_session: dict[SessionId, set[Key]] = {}
         self._jobs: dict[Key, dict[int, JobKey]] = {}
         self._queue: OrderedDict[JobKey, ForwardWanted] = OrderedDict()
@@ -128,10 +132,15 @@ class EncodeActor(Actor[Mail]):
         self._batch = 0
         self._worker_ready = False
         self._draining = False
+        self._when_idle: Callable[[], None] | None = None
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
         self.to_dedup: Mailbox[
-            Subscription | SubscriberGranted | SubscriberLeft | ForwardStarted | ForwardEnded
+            Subscription
+            | SubscriberGranted
+            | SubscriberLeft
+            | ForwardStarted
+            | ForwardEnded
         ]
         self.to_buffers: Mailbox[PinAsked | UnpinAsked]
 
@@ -150,8 +159,10 @@ class EncodeActor(Actor[Mail]):
                     self._feed(key, machine.SessionEnded())
             case Drain():
                 self._draining = True
+                self._when_idle = message.idle
                 for key in list(self._jobs):
                     self._feed(key, machine.DrainWanted())
+                self._tell_idle()
             case _:
                 self._from_worker_or_dedup(message)
 
@@ -168,7 +179,9 @@ class EncodeActor(Actor[Mail]):
                     self._end_batch(message.results)
             case WorkerDied():
                 self._worker_ready = False
-                error = ForwardFailed(f"the forward worker died: {message.reason}").as_value()
+                error = ForwardFailed(
+                    f"the forward worker died: {message.reason}"
+                ).as_value()
                 self._end_batch([ItemResult(error, None)] * len(self._running))
             case WorkerTooSlow():
                 if message.job in self._running:
@@ -200,15 +213,21 @@ class EncodeActor(Actor[Mail]):
             except EpdError as error:
                 refusal = error.as_value(number)
                 break
-        event = machine.RequestReceived(request.attempt, request.items, tuple(specs), deadline_s, refusal)
+        event = machine.RequestReceived(
+            request.attempt, request.items, tuple(specs), deadline_s, refusal
+        )
         self._feed(key, event)
         if self._draining:
             self._feed(key, machine.DrainWanted())
 
     def _plan(self, item: Item, request: EncodeRequest) -> EmbeddingSpec:
-        dtype: DType = self._encoder.default_dtype if request.dtype == "model" else request.dtype
+        dtype: DType = (
+            self._encoder.default_dtype if request.dtype == "model" else request.dtype
+        )
         if len(item.sha256) != 32 or item.media_nbytes < 0:
-            raise MediaInvalid("the item has no SHA-256 of 32 bytes, or a negative size")
+            raise MediaInvalid(
+                "the item has no SHA-256 of 32 bytes, or a negative size"
+            )
         if item.media_nbytes > self._item_limits.media_nbytes:
             raise RequestTooLarge(
                 f"media of {item.media_nbytes} B, an item may have {self._item_limits.media_nbytes} B"
@@ -241,6 +260,11 @@ class EncodeActor(Actor[Mail]):
         of_session.discard(key)
         if not of_session:
             del self._of_session[key[0]]
+        self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        if not self._jobs and self._when_idle is not None:
+            self._when_idle()
 
     def _perform(self, key: Key, effects: tuple[Effect, ...]) -> None:
         session, transfer, part = key
@@ -248,7 +272,8 @@ class EncodeActor(Actor[Mail]):
             match effect:
                 case machine.SendMetadata():
                     self._endpoint.send(
-                        session, EmbeddingMetadata(transfer, part, effect.attempt, effect.specs)
+                        session,
+                        EmbeddingMetadata(transfer, part, effect.attempt, effect.specs),
                     )
                 case machine.SendForwardDone():
                     done = ForwardDone(
@@ -265,10 +290,20 @@ class EncodeActor(Actor[Mail]):
                     e = effect.error
                     self._endpoint.send(
                         session,
-                        Failed(transfer, part, effect.attempt, e.code, e.retryable, e.item, e.message),
+                        Failed(
+                            transfer,
+                            part,
+                            effect.attempt,
+                            e.code,
+                            e.retryable,
+                            e.item,
+                            e.message,
+                        ),
                     )
                 case machine.AttemptEnded():
-                    self.outcomes[effect.outcome] = self.outcomes.get(effect.outcome, 0) + 1
+                    self.outcomes[effect.outcome] = (
+                        self.outcomes.get(effect.outcome, 0) + 1
+                    )
                     if effect.outcome == "received":
                         self.states_seen.update(("rdma-written", "freed"))
                 case _:
@@ -280,19 +315,35 @@ class EncodeActor(Actor[Mail]):
             case machine.Subscribe():
                 job = job_key(effect.described, effect.spec.dtype)
                 self._jobs.setdefault(key, {})[effect.item] = job
-                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
-                self.to_dedup.tell(Subscription(job, subscriber, effect.described, effect.spec))
+                subscriber = Subscriber(
+                    session, transfer, part, effect.attempt, effect.item
+                )
+                self.to_dedup.tell(
+                    Subscription(job, subscriber, effect.described, effect.spec)
+                )
             case machine.TellGranted():
-                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
-                self.to_dedup.tell(SubscriberGranted(self._jobs[key][effect.item], subscriber))
+                subscriber = Subscriber(
+                    session, transfer, part, effect.attempt, effect.item
+                )
+                self.to_dedup.tell(
+                    SubscriberGranted(self._jobs[key][effect.item], subscriber)
+                )
             case machine.Unsubscribe():
-                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
-                self.to_dedup.tell(SubscriberLeft(self._jobs[key][effect.item], subscriber))
+                subscriber = Subscriber(
+                    session, transfer, part, effect.attempt, effect.item
+                )
+                self.to_dedup.tell(
+                    SubscriberLeft(self._jobs[key][effect.item], subscriber)
+                )
             case machine.PinSource():
-                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                subscriber = Subscriber(
+                    session, transfer, part, effect.attempt, effect.item
+                )
                 self.to_buffers.tell(PinAsked(effect.staged, subscriber))
             case machine.UnpinSource():
-                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                subscriber = Subscriber(
+                    session, transfer, part, effect.attempt, effect.item
+                )
                 self.to_buffers.tell(UnpinAsked(effect.staged, subscriber))
 
     # -- forwards ----------------------------------------------------------------------------
@@ -337,7 +388,9 @@ class EncodeActor(Actor[Mail]):
 class WorkerMail:
     """The worker's events as mail: called on the loop, handled in the actor's turn."""
 
-    def __init__(self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied], None]) -> None:
+    def __init__(
+        self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied], None]
+    ) -> None:
         self._tell = tell
 
     def worker_ready(self) -> None:

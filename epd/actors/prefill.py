@@ -6,7 +6,14 @@ from typing import NamedTuple
 import structlog
 
 from epd.actors.outgoing import OutgoingMedia, media_chunks
-from epd.actors.receive_buffers import ItemRead, LeaseDone, ReadAsked, RoomAnswer, RoomUnwanted, RoomWanted
+from epd.actors.receive_buffers import (
+    ItemRead,
+    LeaseDone,
+    ReadAsked,
+    RoomAnswer,
+    RoomUnwanted,
+    RoomWanted,
+)
 from epd.actors.transfer import PeerAnnounced, PeerAnswer, PeerGone
 from epd.memory.pool import Extent, Pool
 from epd.observe.log import log_transfer_ended
@@ -41,7 +48,9 @@ from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
 
-EncoderMessage = EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye
+EncoderMessage = (
+    EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye
+)
 
 
 class SubmitRequest(NamedTuple):
@@ -86,7 +95,9 @@ class MediaWritable(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """Take no new requests."""
+    """Take no new requests; `idle` is called when none is open any more."""
+
+    idle: Callable[[], None]
 
 
 Mail = (
@@ -126,17 +137,34 @@ class _Encoder:
 class _Request:
     """One open request. `phases_s` are the seconds at which each state name was first seen."""
 
-    __slots__ = ("attempts", "extents", "phases_s", "request", "sessions", "sink", "started_s", "transfer")
+    __slots__ = (
+        "attempts",
+        "extents",
+        "phases_s",
+        "request",
+        "sessions",
+        "sink",
+        "started_s",
+        "transfer",
+        "verified",
+    )
 
-    def __init__(self, transfer: TransferId, message: SubmitRequest, now_s: float) -> None:
+    def __init__(
+        self, transfer: TransferId, message: SubmitRequest, now_s: float
+    ) -> None:
         self.transfer = transfer
         self.request = message.request
         self.sink = message.sink
         self.started_s = now_s
         self.extents: tuple[Extent, ...] = ()
         self.phases_s: dict[str, float] = {}
-        self.attempts: dict[Part, tuple[SessionId, int]] = {}  # open attempts and how many items they ask
+        self.attempts: dict[
+            Part, tuple[SessionId, int]
+        ] = {}  # open attempts and how many items they ask
         self.sessions: set[str] = set()
+        self.verified: set[int] = (
+            set()
+        )  # items whose read compares the bytes with a digest
 
 
 class PrefillActor(Actor[Mail]):
@@ -155,7 +183,9 @@ class PrefillActor(Actor[Mail]):
         self._endpoint = endpoint
         self._pool = pool
         self._max_open = max_open_requests
-        self._transfers: MachineTable = runtime.machines("prefill", machine, limits, self._perform)
+        self._transfers: MachineTable = runtime.machines(
+            "prefill", machine, limits, self._perform
+        )
         self._open: dict[TransferId, _Request] = {}
         self._by_id: dict[str, TransferId] = {}
         self._encoders: dict[SessionId, _Encoder] = {}
@@ -165,7 +195,7 @@ class PrefillActor(Actor[Mail]):
         self._draining = False
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
-        self.when_idle: Callable[[], None] | None = None
+        self._when_idle: Callable[[], None] | None = None
         self.to_buffers: Mailbox[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone]
         self.to_transfer: Mailbox[PeerAnnounced | PeerGone]
 
@@ -192,13 +222,18 @@ class PrefillActor(Actor[Mail]):
                 self._outgoing.pump(message.session)
             case Drain():
                 self._draining = True
+                self._when_idle = message.idle
+                if not self._open:
+                    message.idle()
             case _:
                 self._encoder_news(message)
 
     def _encoder_news(self, message: Mail) -> None:
         match message:
             case EncoderOpened():
-                self._encoders[message.session] = _Encoder(message.session, message.peer)
+                self._encoders[message.session] = _Encoder(
+                    message.session, message.peer
+                )
             case PeerAnswer():
                 encoder = self._encoders.get(message.session)
                 if encoder is not None and message.ok:
@@ -220,7 +255,9 @@ class PrefillActor(Actor[Mail]):
             return
         match message:
             case EmbeddingMetadata():
-                sized = t.MetadataReceived(session, message.part, message.attempt, message.specs)
+                sized = t.MetadataReceived(
+                    session, message.part, message.attempt, message.specs
+                )
                 self._feed(message.transfer, sized)
             case ForwardDone():
                 ready = t.SourcesReady(
@@ -234,12 +271,19 @@ class PrefillActor(Actor[Mail]):
                 )
                 self._feed(message.transfer, ready)
             case Failed():
-                error = ErrorValue(message.code, message.retryable, message.reason, message.item)
-                self._feed(message.transfer, t.AttemptFailed(session, message.part, message.attempt, error))
+                error = ErrorValue(
+                    message.code, message.retryable, message.reason, message.item
+                )
+                self._feed(
+                    message.transfer,
+                    t.AttemptFailed(session, message.part, message.attempt, error),
+                )
             case NeedMedia():
                 self._send_media(session, message.sha256)
             case Regions():
-                self.to_transfer.tell(PeerAnnounced(session, encoder.peer.segment, message.regions))
+                self.to_transfer.tell(
+                    PeerAnnounced(session, encoder.peer.segment, message.regions)
+                )
             case Goodbye():
                 encoder.draining = True
 
@@ -251,7 +295,9 @@ class PrefillActor(Actor[Mail]):
         if self._draining:
             refusal = Draining("this prefill node drains")
         elif len(self._open) >= self._max_open:
-            refusal = Busy(f"{len(self._open)} requests are open, the bound is {self._max_open}")
+            refusal = Busy(
+                f"{len(self._open)} requests are open, the bound is {self._max_open}"
+            )
         elif request.request_id in self._by_id:
             refusal = Busy(f"a request named {request.request_id!r} is open already")
         elif not request.items:
@@ -268,7 +314,10 @@ class PrefillActor(Actor[Mail]):
             self._media.setdefault(item.sha256, {})[transfer] = item.media
         plans = plan_parts(items, self._loads(), MAX_ITEMS_PER_PART)
         deadline_s = now_s + request.deadline_s
-        self._feed(transfer, t.Submitted(items, request.dtype, deadline_s, plans, request.traceparent))
+        self._feed(
+            transfer,
+            t.Submitted(items, request.dtype, deadline_s, plans, request.traceparent),
+        )
 
     def _take_room(self, answer: RoomAnswer) -> None:
         if answer.lease is None:
@@ -301,9 +350,16 @@ class PrefillActor(Actor[Mail]):
         self._note_state(open_request)
         for effect in effects:
             match effect:
-                case t.SendEncodeRequest() | t.SendGrant() | t.SendReceipt() | t.SendCancel():
+                case (
+                    t.SendEncodeRequest()
+                    | t.SendGrant()
+                    | t.SendReceipt()
+                    | t.SendCancel()
+                ):
                     self._send(open_request, effect)
                 case t.StartRead():
+                    if effect.digest is not None:
+                        open_request.verified.add(effect.item)
                     self.to_buffers.tell(ReadAsked(transfer, effect))
                 case t.AskRoom():
                     self.to_buffers.tell(RoomWanted(transfer, effect.sizes_nbytes))
@@ -319,7 +375,9 @@ class PrefillActor(Actor[Mail]):
                 case t.FailRequest():
                     self._fail(open_request, effect.error)
                 case t.WarnUnconsumed():
-                    _log.warning("delivery not consumed", request=open_request.request.request_id)
+                    _log.warning(
+                        "delivery not consumed", request=open_request.request.request_id
+                    )
         if isinstance(self._transfers.state(transfer), t.Ended | t.New):
             self._forget(open_request)
 
@@ -333,7 +391,9 @@ class PrefillActor(Actor[Mail]):
             case t.SendEncodeRequest():
                 self._close_attempt(open_request, part)
                 self._open_attempt(open_request, part, session, len(effect.items))
-                remaining_ms = max(1, int((effect.deadline_s - self._clock.now_s()) * 1000))
+                remaining_ms = max(
+                    1, int((effect.deadline_s - self._clock.now_s()) * 1000)
+                )
                 request = EncodeRequest(
                     transfer,
                     part,
@@ -345,10 +405,18 @@ class PrefillActor(Actor[Mail]):
                 )
                 self._endpoint.send(session, request)
             case t.SendGrant():
-                self._endpoint.send(session, BufferGrant(transfer, part, effect.attempt, effect.lease))
+                self._endpoint.send(
+                    session, BufferGrant(transfer, part, effect.attempt, effect.lease)
+                )
             case t.SendReceipt():
                 receipt = Receipt(
-                    transfer, part, effect.attempt, effect.lease, effect.first, effect.count, effect.last
+                    transfer,
+                    part,
+                    effect.attempt,
+                    effect.lease,
+                    effect.first,
+                    effect.count,
+                    effect.last,
                 )
                 self._endpoint.send(session, receipt)
                 if effect.last:
@@ -357,7 +425,9 @@ class PrefillActor(Actor[Mail]):
                 self._endpoint.send(session, Cancel(transfer, part, effect.attempt))
                 self._close_attempt(open_request, part)
 
-    def _open_attempt(self, open_request: _Request, part: Part, session: SessionId, items: int) -> None:
+    def _open_attempt(
+        self, open_request: _Request, part: Part, session: SessionId, items: int
+    ) -> None:
         open_request.attempts[part] = (session, items)
         encoder = self._encoders.get(session)
         if encoder is not None:
@@ -370,7 +440,9 @@ class PrefillActor(Actor[Mail]):
         if encoder is not None:
             encoder.open_items -= items
 
-    def _deliver(self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]) -> None:
+    def _deliver(
+        self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]
+    ) -> None:
         self._drop_media(open_request)
         transfer = open_request.transfer
         views = tuple(
@@ -383,6 +455,7 @@ class PrefillActor(Actor[Mail]):
             views,
             None,
             open_request.phases_s,
+            tuple(item in open_request.verified for item in range(len(specs))),
             lambda news: self.mailbox.tell(DeliveryNews(transfer, news)),
         )
         open_request.sink(delivery)
@@ -392,7 +465,9 @@ class PrefillActor(Actor[Mail]):
         self._note_outcome(error.code)
         self._log_ended(open_request, error.code)
         error_raised = error_from_value(error)
-        open_request.sink(Delivery(request_id, error=error_raised, phases_s=open_request.phases_s))
+        open_request.sink(
+            Delivery(request_id, error=error_raised, phases_s=open_request.phases_s)
+        )
 
     def _note_outcome(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -409,7 +484,10 @@ class PrefillActor(Actor[Mail]):
         )
 
     def _forget(self, open_request: _Request) -> None:
-        if open_request.phases_s.get("rdma-written") is not None and "freed" in open_request.phases_s:
+        if (
+            open_request.phases_s.get("rdma-written") is not None
+            and "freed" in open_request.phases_s
+        ):
             self._note_outcome("freed")
             self._log_ended(open_request, "freed")
         for part in list(open_request.attempts):
@@ -417,8 +495,8 @@ class PrefillActor(Actor[Mail]):
         self._drop_media(open_request)
         self._open.pop(open_request.transfer, None)
         self._by_id.pop(open_request.request.request_id, None)
-        if not self._open and self.when_idle is not None:
-            self.when_idle()
+        if not self._open and self._when_idle is not None:
+            self._when_idle()
 
     # -- media -------------------------------------------------------------------------------
 
@@ -476,5 +554,7 @@ class PrefillActor(Actor[Mail]):
             "encoders": sum(encoder.usable for encoder in self._encoders.values()),
             "media": len(self._media),
             "outgoing_media": len(self._outgoing),
-            "open_items": sum(encoder.open_items for encoder in self._encoders.values()),
+            "open_items": sum(
+                encoder.open_items for encoder in self._encoders.values()
+            ),
         }

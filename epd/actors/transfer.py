@@ -5,7 +5,14 @@ from typing import NamedTuple
 import structlog
 
 from epd.actors.receive_buffers import AbortOrder, ReadNews, ReadOrder
-from epd.dataplane.poller import PeerOpened, ReadDone, ReadPoller, ReadPosted, ReadRequest, ReadResult
+from epd.dataplane.poller import (
+    PeerOpened,
+    ReadDone,
+    ReadPoller,
+    ReadPosted,
+    ReadRequest,
+    ReadResult,
+)
 from epd.protocol import slots
 from epd.protocol.ids import LeaseId, ReadId, SessionId
 from epd.protocol.messages import RegionDescriptor
@@ -70,7 +77,9 @@ class TransferActor(Actor[Mail]):
                     self._poller.abort(message.read)
             case PeerAnnounced():
                 self._peers.add(message.session)
-                self._poller.open_peer(message.session, message.segment, message.regions)
+                self._poller.open_peer(
+                    message.session, message.segment, message.regions
+                )
             case PeerGone():
                 if message.session in self._peers:
                     self._peers.discard(message.session)
@@ -103,13 +112,21 @@ class TransferActor(Actor[Mail]):
                 self.outcomes[result.outcome] = self.outcomes.get(result.outcome, 0) + 1
                 self.read_nbytes += result.nbytes
                 self.read_s += result.seconds
-                self.to_buffers.tell(ReadNews(lease, slots.ReadTerminal(result.read, result.outcome)))
+                self.to_buffers.tell(
+                    ReadNews(lease, slots.ReadTerminal(result.read, result.outcome))
+                )
             case PeerOpened():
                 if result.session not in self._peers:
                     return
                 if not result.ok:
-                    _log.warning("peer's memory cannot be read", session=result.session, reason=result.reason)
-                self.to_prefill.tell(PeerAnswer(result.session, result.ok, result.reason))
+                    _log.warning(
+                        "peer's memory cannot be read",
+                        session=result.session,
+                        reason=result.reason,
+                    )
+                self.to_prefill.tell(
+                    PeerAnswer(result.session, result.ok, result.reason)
+                )
 
     def counts(self) -> dict[str, int]:
         return {"reads": len(self._reads), "segments": len(self._peers)}

@@ -14,7 +14,15 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import DeadlineExceeded, Draining
 from epd.protocol.ids import Attempt, LeaseId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import (
+    Effect,
+    Event,
+    Ignored,
+    State,
+    Step,
+    TimerExpired,
+    dispatch,
+)
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, ReadyItem, Source
 
 
@@ -245,15 +253,21 @@ def _accept(state: Idle, event: RequestReceived, now_s: float, limits: Limits) -
         failed = SendFailed(event.attempt, event.refusal)
         return Step(state, (failed, AttemptEnded(event.attempt, event.refusal.code)))
     count = len(event.items)
-    opened = Open(event.attempt, event.specs, (Waiting(),) * count, None, event.deadline_s)
+    opened = Open(
+        event.attempt, event.specs, (Waiting(),) * count, None, event.deadline_s
+    )
     subscriptions = (
         Subscribe(event.attempt, number, item, spec)
-        for number, (item, spec) in enumerate(zip(event.items, event.specs, strict=True))
+        for number, (item, spec) in enumerate(
+            zip(event.items, event.specs, strict=True)
+        )
     )
     return Step(opened, (SendMetadata(event.attempt, event.specs), *subscriptions))
 
 
-def _accept_newer(state: Open, event: RequestReceived, now_s: float, limits: Limits) -> Step:
+def _accept_newer(
+    state: Open, event: RequestReceived, now_s: float, limits: Limits
+) -> Step:
     """One attempt of a part is open at a time: a newer one ends the older."""
     if event.attempt <= state.attempt:
         return _ignored(state, event)
@@ -309,13 +323,17 @@ def _announce(state: Open, event: SourcePinned, now_s: float, limits: Limits) ->
     return _put(state, event.item, Announced(event.staged), done)
 
 
-def _unpin_stray(state: AnyState, event: SourcePinned, now_s: float, limits: Limits) -> Step:
+def _unpin_stray(
+    state: AnyState, event: SourcePinned, now_s: float, limits: Limits
+) -> Step:
     """The pin came after its attempt had ended."""
     return Step(state, (UnpinSource(event.attempt, event.item, event.staged),))
 
 
 def _job_failed(state: Open, event: JobFailed, now_s: float, limits: Limits) -> Step:
-    if event.attempt != state.attempt or not isinstance(state.items[event.item], Waiting | Ready):
+    if event.attempt != state.attempt or not isinstance(
+        state.items[event.item], Waiting | Ready
+    ):
         return _ignored(state, event)
     error = replace(event.error, item=event.item)
     return _end(state, error.code, SendFailed(state.attempt, error))
@@ -326,7 +344,9 @@ def _receive(state: Open, event: ReceiptReceived, now_s: float, limits: Limits) 
         return _ignored(state, event)
     items = list(state.items)
     effects: list[Effect] = []
-    for number in range(max(0, event.first), min(event.first + event.count, len(items))):
+    for number in range(
+        max(0, event.first), min(event.first + event.count, len(items))
+    ):
         item = items[number]
         if isinstance(item, Announced):
             effects.append(UnpinSource(state.attempt, number, item.staged))
@@ -338,10 +358,16 @@ def _receive(state: Open, event: ReceiptReceived, now_s: float, limits: Limits) 
 
 
 def _cancel(state: Open, event: CancelReceived, now_s: float, limits: Limits) -> Step:
-    return _end(state, "cancelled") if event.attempt == state.attempt else _ignored(state, event)
+    return (
+        _end(state, "cancelled")
+        if event.attempt == state.attempt
+        else _ignored(state, event)
+    )
 
 
-def _lose_session(state: Open, event: SessionEnded, now_s: float, limits: Limits) -> Step:
+def _lose_session(
+    state: Open, event: SessionEnded, now_s: float, limits: Limits
+) -> Step:
     return _end(state, "session_lost")
 
 

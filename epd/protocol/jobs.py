@@ -14,7 +14,15 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import ForwardFailed, MediaUnavailable
 from epd.protocol.ids import LeaseId, SessionId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import (
+    Effect,
+    Event,
+    Ignored,
+    State,
+    Step,
+    TimerExpired,
+    dispatch,
+)
 from epd.protocol.messages import ErrorValue, Struct
 from epd.protocol.sources import Subscriber
 
@@ -255,13 +263,17 @@ def _join(state: Wanted, event: Subscribed, now_s: float, limits: Limits) -> Ste
         return _ignored(state, event)
     joined = replace(state, wishes=(*state.wishes, Wish(event.subscriber)))
     if isinstance(joined, Done):
-        return Step(replace(joined, deadline_s=None), (TellReady(event.subscriber, joined.staged),))
+        return Step(
+            replace(joined, deadline_s=None),
+            (TellReady(event.subscriber, joined.staged),),
+        )
     return Step(joined, ())
 
 
 def _grant(state: Wanted, event: Granted, now_s: float, limits: Limits) -> Step:
     wishes = tuple(
-        replace(wish, granted=True) if wish.subscriber == event.subscriber else wish for wish in state.wishes
+        replace(wish, granted=True) if wish.subscriber == event.subscriber else wish
+        for wish in state.wishes
     )
     granted = replace(state, wishes=wishes)
     return _begin(granted) if isinstance(granted, Unstarted) else Step(granted, ())
@@ -290,7 +302,10 @@ def _with_fewer(state: Wanted, wishes: Wishes, now_s: float, limits: Limits) -> 
         case Unstarted():
             return Step(Unstarted(wishes) if wishes else Absent(), ())
         case Fetching():
-            if any(wish.granted and wish.subscriber.session == state.sender for wish in wishes):
+            if any(
+                wish.granted and wish.subscriber.session == state.sender
+                for wish in wishes
+            ):
                 return Step(replace(state, wishes=wishes), ())
             return _again(wishes, DropMedia())
         case AwaitingStaging():
@@ -317,37 +332,55 @@ def _again(wishes: Wishes, *effects: Effect) -> Step:
     return Step(begun.state, (*effects, *begun.effects))
 
 
-def _progress(state: Fetching, event: MediaProgress, now_s: float, limits: Limits) -> Step:
+def _progress(
+    state: Fetching, event: MediaProgress, now_s: float, limits: Limits
+) -> Step:
     return Step(replace(state, deadline_s=now_s + limits.media_s), ())
 
 
-def _media_here(state: Fetching, event: MediaArrived, now_s: float, limits: Limits) -> Step:
+def _media_here(
+    state: Fetching, event: MediaArrived, now_s: float, limits: Limits
+) -> Step:
     return Step(AwaitingStaging(state.wishes), (AskStaging(),))
 
 
-def _media_failed(state: Fetching, event: MediaFailed, now_s: float, limits: Limits) -> Step:
+def _media_failed(
+    state: Fetching, event: MediaFailed, now_s: float, limits: Limits
+) -> Step:
     if event.sender != state.sender:
         return _ignored(state, event)
     blamed = tuple(w for w in state.wishes if w.subscriber.session == event.sender)
     rest = tuple(w for w in state.wishes if w.subscriber.session != event.sender)
-    return _again(rest, DropMedia(), *(TellFailed(wish.subscriber, event.error) for wish in blamed))
+    return _again(
+        rest,
+        DropMedia(),
+        *(TellFailed(wish.subscriber, event.error) for wish in blamed),
+    )
 
 
-def _media_late(state: Fetching, event: TimerExpired, now_s: float, limits: Limits) -> Step:
+def _media_late(
+    state: Fetching, event: TimerExpired, now_s: float, limits: Limits
+) -> Step:
     error = MediaUnavailable(f"no media within {limits.media_s} s").as_value()
     return _media_failed(state, MediaFailed(state.sender, error), now_s, limits)
 
 
-def _reserve(state: AwaitingStaging, event: StagingReserved, now_s: float, limits: Limits) -> Step:
+def _reserve(
+    state: AwaitingStaging, event: StagingReserved, now_s: float, limits: Limits
+) -> Step:
     return Step(Queued(state.wishes, event.staged), (QueueForward(event.staged),))
 
 
-def _reserve_stray(state: AnyState, event: StagingReserved, now_s: float, limits: Limits) -> Step:
+def _reserve_stray(
+    state: AnyState, event: StagingReserved, now_s: float, limits: Limits
+) -> Step:
     """The reservation came after the wish was withdrawn: nothing was ever written into it."""
     return Step(state, (MarkWriteEnded(event.staged),))
 
 
-def _refuse_staging(state: AwaitingStaging, event: StagingRefused, now_s: float, limits: Limits) -> Step:
+def _refuse_staging(
+    state: AwaitingStaging, event: StagingRefused, now_s: float, limits: Limits
+) -> Step:
     return _fail_all(state.wishes, event.error, DropMedia())
 
 
@@ -355,16 +388,22 @@ def _start(state: Queued, event: ForwardStarted, now_s: float, limits: Limits) -
     return Step(Running(state.wishes, state.staged, now_s + limits.forward_s), ())
 
 
-def _end_forward(state: Running, event: ForwardEnded, now_s: float, limits: Limits) -> Step:
+def _end_forward(
+    state: Running, event: ForwardEnded, now_s: float, limits: Limits
+) -> Step:
     if event.error is not None:
-        return _fail_all(state.wishes, event.error, MarkWriteEnded(state.staged), DropMedia())
+        return _fail_all(
+            state.wishes, event.error, MarkWriteEnded(state.staged), DropMedia()
+        )
     told = tuple(TellReady(wish.subscriber, state.staged) for wish in state.wishes)
     deadline_s = None if state.wishes else now_s + limits.dedup_retention_s
     done = Done(state.wishes, state.staged, deadline_s)
     return Step(done, (MarkWritten(state.staged), DropMedia(), *told))
 
 
-def _forward_late(state: Running, event: TimerExpired, now_s: float, limits: Limits) -> Step:
+def _forward_late(
+    state: Running, event: TimerExpired, now_s: float, limits: Limits
+) -> Step:
     # The slot stays a slot being written until the worker's death (I2).
     error = ForwardFailed(f"no result within {limits.forward_s} s").as_value()
     told = tuple(TellFailed(wish.subscriber, error) for wish in state.wishes)
@@ -375,7 +414,9 @@ def _forward_late(state: Running, event: TimerExpired, now_s: float, limits: Lim
 def _evict(state: Done, event: Evicted, now_s: float, limits: Limits) -> Step:
     if event.staged != state.staged:
         return _ignored(state, event)
-    return _again(state.wishes, *(TellEvicted(wish.subscriber) for wish in state.wishes))
+    return _again(
+        state.wishes, *(TellEvicted(wish.subscriber) for wish in state.wishes)
+    )
 
 
 def _retire(state: Done, event: TimerExpired, now_s: float, limits: Limits) -> Step:
@@ -399,7 +440,10 @@ TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
     **{(wanted, Subscribed): _join for wanted in _WANTED},
     **{(wanted, Granted): _grant for wanted in _WANTED},
     **{(wanted, Left): _leave for wanted in _WANTED},
-    **{(kind, StagingReserved): _reserve_stray for kind in (Unstarted, Fetching, Queued, Running, Done)},
+    **{
+        (kind, StagingReserved): _reserve_stray
+        for kind in (Unstarted, Fetching, Queued, Running, Done)
+    },
     (Fetching, MediaProgress): _progress,
     (Fetching, MediaArrived): _media_here,
     (Fetching, MediaFailed): _media_failed,

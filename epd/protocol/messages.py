@@ -9,7 +9,16 @@ from typing import Literal, dataclass_transform
 
 import msgspec
 
-from epd.protocol.ids import Attempt, Incarnation, LeaseId, NodeId, Part, RegionId, Seal, TransferId
+from epd.protocol.ids import (
+    Attempt,
+    Incarnation,
+    LeaseId,
+    NodeId,
+    Part,
+    RegionId,
+    Seal,
+    TransferId,
+)
 
 Role = Literal["encoder", "prefill", "client"]
 MediaKind = Literal["image", "video", "audio"]
@@ -290,13 +299,13 @@ class ErrorValue(Struct):
 class ItemOutcome(Struct):
     """What was delivered of one item: its shape, the SHA-256 of its bytes, its aux tensors.
 
-    `digest_ok` is None unless the encoder sent a digest; then whether the bytes match it.
+    `verified`: the bytes were also compared with the digest the forward's worker computed.
     """
 
     spec: EmbeddingSpec
     nbytes: int
     sha256: bytes
-    digest_ok: bool | None = None
+    verified: bool = False
 
 
 class Outcome(Message):

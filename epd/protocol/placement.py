@@ -33,7 +33,8 @@ def plan_parts(
     if not encoders:
         every = tuple(range(len(items)))
         return tuple(
-            PartPlan(every[first : first + max_items], None) for first in range(0, len(items), max_items)
+            PartPlan(every[first : first + max_items], None)
+            for first in range(0, len(items), max_items)
         )
     open_items = {encoder.session: encoder.open_items for encoder in encoders}
     chosen: dict[SessionId, list[int]] = {}
@@ -41,7 +42,10 @@ def plan_parts(
         session = _home(item.sha256, encoders, open_items)
         open_items[session] += 1
         chosen.setdefault(session, []).append(index)
-    limits = {encoder.session: min(max_items, encoder.max_items_per_part) for encoder in encoders}
+    limits = {
+        encoder.session: min(max_items, encoder.max_items_per_part)
+        for encoder in encoders
+    }
     return tuple(
         PartPlan(tuple(indices[first : first + limits[session]]), session)
         for session, indices in chosen.items()
@@ -60,7 +64,9 @@ def choose_encoder(
     return _home(items[0].sha256, others, {e.session: e.open_items for e in others})
 
 
-def _home(sha256: bytes, encoders: Sequence[EncoderLoad], open_items: dict[SessionId, int]) -> SessionId:
+def _home(
+    sha256: bytes, encoders: Sequence[EncoderLoad], open_items: dict[SessionId, int]
+) -> SessionId:
     if len(encoders) == 1:
         return encoders[0].session
     least = min(open_items.values())
@@ -69,4 +75,6 @@ def _home(sha256: bytes, encoders: Sequence[EncoderLoad], open_items: dict[Sessi
 
 
 def _weight(sha256: bytes, incarnation: Incarnation) -> bytes:
-    return hashlib.blake2b(sha256 + incarnation.to_bytes(8, "little"), digest_size=8).digest()
+    return hashlib.blake2b(
+        sha256 + incarnation.to_bytes(8, "little"), digest_size=8
+    ).digest()

@@ -1,0 +1,540 @@
+"""Whole nodes in the caller's event loop: `PrefillNode` and `EncoderNode` (DESIGN 4, 6).
+
+A node owns everything it makes: data plane, pool, endpoint, actors, worker, recorder. Entering the
+context builds it, leaving it ends it, on every path.
+"""
+
+import asyncio
+import contextlib
+import platform
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import structlog
+
+from epd.actors import clients, dedup, encode, prefill, transfer
+from epd.actors.receive_buffers import ReceiveBuffers
+from epd.actors.staging_buffers import StagingBuffers
+from epd.config import Config
+from epd.dataplane.base import DataPlane
+from epd.dataplane.poller import ReadPoller
+from epd.dataplane.select import open_plane
+from epd.encoders.base import Encoder
+from epd.encoders.registry import load_encoder
+from epd.forward.process import ForwardWorker, ProcessWorker
+from epd.memory.pool import Pool
+from epd.protocol import jobs, slots
+from epd.protocol.ids import Incarnation, NodeId, SessionId
+from epd.protocol.messages import (
+    AnyMessage,
+    BufferGrant,
+    Cancel,
+    EmbeddingMetadata,
+    EncodeRequest,
+    Failed,
+    ForwardDone,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Inventory,
+    InventoryRequest,
+    MediaChunk,
+    MediaMissing,
+    NeedMedia,
+    PeerLimits,
+    Receipt,
+    Regions,
+    Role,
+    Submit,
+)
+from epd.protocol.prefill_types import Limits as PrefillLimits
+from epd.protocol.session import SessionLimits
+from epd.protocol.trace import LOGIC_VERSION
+from epd.protocol.wire import MAX_ITEMS_PER_PART, PROTOCOL_VERSION
+from epd.request import Delivery, EmbeddingRequest
+from epd.runtime.actor import Actor
+from epd.runtime.clock import MonotonicClock
+from epd.runtime.endpoint import Endpoint, PeerInfo
+from epd.runtime.links import Links
+from epd.runtime.mailbox import Mailbox
+from epd.runtime.recorder import Recorder
+from epd.runtime.runtime import Runtime
+from epd.runtime.supervisor import Supervisor
+from epd.runtime.timers import Timers
+
+_log = structlog.get_logger()
+
+PlaneFactory = Callable[[], DataPlane]
+
+
+class Node(ABC):
+    """One incarnation of either role."""
+
+    role: ClassVar[Role]
+
+    def __init__(
+        self, config: Config, *, open_plane_with: PlaneFactory | None = None
+    ) -> None:
+        self.config = config
+        self.incarnation = Incarnation(secrets.randbits(64))
+        self.node_id = NodeId(config.node or "")
+        self.listen = ""
+        self._open_plane = open_plane_with or (
+            lambda: open_plane(config.data_plane, "127.0.0.1")
+        )
+        self._exit = contextlib.AsyncExitStack()
+        self._actors: list[Actor[Any]] = []
+        self._client_sessions: set[SessionId] = set()
+        self.failure: asyncio.Future[None]
+        self.plane: DataPlane
+        self.pool: Pool
+        self.endpoint: Endpoint
+        self.runtime: Runtime
+        self.clients: clients.ClientActor
+
+    @property
+    def data_plane(self) -> str:
+        """`shm` or `mooncake/TRANSPORT`, the one really in use."""
+        return self.plane.name
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._exit.__aexit__(kind, error, trace)
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        loop = asyncio.get_running_loop()
+        self.plane = await asyncio.to_thread(self._open_plane)
+        stack.push_async_callback(asyncio.to_thread, self.plane.close)
+        clock = MonotonicClock()
+        timers = Timers(clock, loop.call_at)
+        self.runtime = Runtime(clock, timers, None)
+        self.endpoint = Endpoint(
+            hello=self._hello,
+            limits=self._session_limits(),
+            clock=clock,
+            timers=timers,
+            recorder=None,
+            handler=self,
+            max_peers=self.config.limits.max_peers,
+        )
+        stack.push_async_callback(self.endpoint.close_all, 1.0)
+        self.listen = self.endpoint.bind(self.config.listen, self.config.media_listen)
+        if not self.node_id:
+            port = self.listen.rpartition(":")[2]
+            self.node_id = NodeId(f"{self.role}-{platform.node()}-{port}")
+        if self.config.trace is not None:
+            recorder = Recorder(
+                self.config.trace, self.node_id, self.role, self.incarnation, timers
+            )
+            stack.callback(recorder.close)
+            self.runtime.recorder = self.endpoint.recorder = recorder
+        await self._build(stack)
+        supervisor = Supervisor(self._actors)
+        self.failure = supervisor.start()
+        stack.push_async_callback(supervisor.stop)
+
+    @abstractmethod
+    async def _build(self, stack: contextlib.AsyncExitStack) -> None:
+        """Pool, actors and what else the role has."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """Everything held, by name; all zero when nothing is open (I4), but for `*_free_nbytes`."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """The model's; empty from a prefill node that has not met an encoder."""
+
+    # -- shared parts ------------------------------------------------------------------------
+
+    def _mailbox(self, name: str) -> Mailbox[Any]:
+        return Mailbox(f"{self.node_id}/{name}", self.config.mailbox_bound())
+
+    def _add_clients(self, submit_to: Mailbox[Any] | None) -> None:
+        self.clients = clients.ClientActor(
+            self._mailbox("clients"),
+            self.endpoint,
+            submit_to,
+            self.inventory,
+            self.config.limits.media_nbytes,
+        )
+        self._actors.append(self.clients)
+
+    def inventory(self) -> Inventory:
+        """What `Inventory` answers: counts of everything held, and the state names seen."""
+        return Inventory(self.counts(), tuple(sorted(self._states_seen())))
+
+    @abstractmethod
+    def _states_seen(self) -> set[str]: ...
+
+    def _counts(self, *parts: dict[str, int]) -> dict[str, int]:
+        counts = self.runtime.counts() | self.endpoint.counts() | self.clients.counts()
+        counts["registrations"] = self.plane.registrations()
+        counts["mail"] = sum(len(actor.mailbox) for actor in self._actors)
+        for part in parts:
+            counts |= part
+        return counts
+
+    def _hello(self) -> Hello:
+        limits = PeerLimits(
+            MAX_ITEMS_PER_PART,
+            self._region_nbytes(),
+            self.config.limits.max_item_media_nbytes,
+        )
+        return Hello(
+            self.node_id,
+            self.incarnation,
+            self.role,
+            PROTOCOL_VERSION,
+            LOGIC_VERSION,
+            self.fingerprint,
+            self.plane.name,
+            self.plane.segment,
+            limits,
+        )
+
+    @abstractmethod
+    def _region_nbytes(self) -> int: ...
+
+    def _session_limits(self) -> SessionLimits:
+        timeouts = self.config.timeouts
+        return SessionLimits(
+            heartbeat_s=timeouts.heartbeat_s,
+            suspect_after_s=timeouts.suspect_after_s,
+            dead_after_s=timeouts.dead_after_s,
+            connect_s=timeouts.connect_s,
+        )
+
+    # -- SessionHandler: each message to the actor that owns it -------------------------------
+
+    def session_opened(self, session: SessionId, peer: PeerInfo) -> None:
+        if peer.role == "client":
+            self._client_sessions.add(session)
+        else:
+            self._peer_opened(session, peer)
+
+    def session_ended(
+        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
+    ) -> None:
+        if session in self._client_sessions:
+            self._client_sessions.discard(session)
+            self.clients.mailbox.tell(clients.ClientGone(session))
+        else:
+            self._peer_ended(session, peer, code, reason)
+
+    def messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
+        if session in self._client_sessions:
+            for message in messages:
+                if isinstance(
+                    message, Submit | MediaChunk | MediaMissing | InventoryRequest
+                ):
+                    self.clients.mailbox.tell(clients.FromClient(session, message))
+        else:
+            self._peer_messages(session, messages)
+
+    def media_writable(self, session: SessionId) -> None:
+        if session in self._client_sessions:
+            self.clients.mailbox.tell(clients.MediaWritable(session))
+        else:
+            self._peer_writable(session)
+
+    @abstractmethod
+    def session_suspect(self, session: SessionId, suspect: bool) -> None: ...
+
+    @abstractmethod
+    def load(self) -> Heartbeat: ...
+
+    @abstractmethod
+    def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None: ...
+
+    @abstractmethod
+    def _peer_ended(
+        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
+    ) -> None: ...
+
+    @abstractmethod
+    def _peer_messages(
+        self, session: SessionId, messages: Sequence[AnyMessage]
+    ) -> None: ...
+
+    @abstractmethod
+    def _peer_writable(self, session: SessionId) -> None: ...
+
+
+class PrefillNode(Node):
+    """Receives embeddings: dials the configured encoders, reads, delivers."""
+
+    role = "prefill"
+
+    async def _build(self, stack: contextlib.AsyncExitStack) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        memory = config.pool
+        regions = await asyncio.to_thread(
+            self.plane.allocate, memory.regions, memory.region_nbytes, exported=False
+        )
+        self.pool = Pool(regions)
+        timeouts = config.timeouts
+        self.buffers = ReceiveBuffers(
+            self.runtime,
+            self._mailbox("buffers"),
+            self.pool,
+            slots.Limits(timeouts.read_base_s, timeouts.read_min_bandwidth_bytes_per_s),
+        )
+        transfer_mailbox = self._mailbox("transfer")
+        poller = ReadPoller(
+            self.plane,
+            lambda results: transfer_mailbox.tell(transfer.PollerNews(results)),
+            loop,
+        )
+        stack.push_async_callback(asyncio.to_thread, poller.stop)
+        self.transfer = transfer.TransferActor(transfer_mailbox, poller)
+        self.prefill = prefill.PrefillActor(
+            self.runtime,
+            self._mailbox("prefill"),
+            self.endpoint,
+            self.pool,
+            PrefillLimits(
+                timeouts.metadata_s,
+                timeouts.room_s,
+                timeouts.consume_warning_s,
+                config.limits.max_attempts,
+            ),
+            max_open_requests=config.limits.max_open_requests,
+        )
+        self.buffers.to_prefill = self.transfer.to_prefill = self.prefill.mailbox
+        self.buffers.to_transfer = self.prefill.to_transfer = transfer_mailbox
+        self.transfer.to_buffers = self.prefill.to_buffers = self.buffers.mailbox
+        self._actors += [self.buffers, self.transfer, self.prefill]
+        self._add_clients(self.prefill.mailbox)
+        self._model = ""
+        links = Links(
+            self.endpoint, config.encoders, self.runtime.timers, self.runtime.clock
+        )
+        self._links = links
+        links.start()
+        stack.callback(links.stop)
+
+    # -- for the caller ----------------------------------------------------------------------
+
+    def submit(
+        self, request: EmbeddingRequest, sink: Callable[[Delivery], None]
+    ) -> None:
+        """`sink` is called once, in the loop's thread, with the delivery or the error."""
+        self.prefill.mailbox.tell(prefill.SubmitRequest(request, sink))
+
+    async def encode(self, request: EmbeddingRequest) -> Delivery:
+        """Wait for one request. Raises its error; release the delivery when done."""
+        ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+
+        def sink(delivery: Delivery) -> None:
+            if not ended.done():
+                ended.set_result(delivery)
+            else:  # the caller was cancelled: nobody will ever use it
+                delivery.release()
+
+        self.submit(request, sink)
+        try:
+            delivery = await ended
+        except asyncio.CancelledError:
+            self.cancel(request.request_id)
+            raise
+        if delivery.error is not None:
+            raise delivery.error
+        delivery.take()
+        return delivery
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that was not delivered yet; its sink gets `Cancelled`."""
+        self.prefill.mailbox.tell(prefill.CancelRequest(request_id))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new requests; wait until the running ones have ended. False if time ran out."""
+        idle = asyncio.Event()
+        self.prefill.mailbox.tell(prefill.Drain(idle.set))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await idle.wait()
+        return idle.is_set()
+
+    def counts(self) -> dict[str, int]:
+        return self._counts(
+            self.buffers.counts(), self.transfer.counts(), self.prefill.counts()
+        )
+
+    def _states_seen(self) -> set[str]:
+        return self.prefill.states_seen
+
+    @property
+    def fingerprint(self) -> str:
+        return self._model
+
+    def _region_nbytes(self) -> int:
+        return self.config.pool.region_nbytes
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None:
+        self._model = self._model or peer.fingerprint
+        self._links.session_opened(session, peer)
+        self.prefill.mailbox.tell(prefill.EncoderOpened(session, peer))
+
+    def _peer_ended(
+        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
+    ) -> None:
+        self._links.session_ended(session, code, reason)
+        self.prefill.mailbox.tell(prefill.EncoderLost(session))
+
+    def session_suspect(self, session: SessionId, suspect: bool) -> None:
+        self.prefill.mailbox.tell(prefill.EncoderSuspect(session, suspect))
+
+    def _peer_messages(
+        self, session: SessionId, messages: Sequence[AnyMessage]
+    ) -> None:
+        for message in messages:
+            if isinstance(
+                message,
+                EmbeddingMetadata
+                | ForwardDone
+                | Failed
+                | NeedMedia
+                | Regions
+                | Goodbye,
+            ):
+                self.prefill.mailbox.tell(prefill.FromEncoder(session, message))
+
+    def _peer_writable(self, session: SessionId) -> None:
+        self.prefill.mailbox.tell(prefill.MediaWritable(session))
+
+    def load(self) -> Heartbeat:
+        return Heartbeat(0, 0, self.pool.free_nbytes)
+
+
+class EncoderNode(Node):
+    """Encodes and exports results; never dials."""
+
+    role = "encoder"
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        open_plane_with: PlaneFactory | None = None,
+        encoder: Encoder | None = None,
+        worker: ForwardWorker | None = None,
+    ) -> None:
+        super().__init__(config, open_plane_with=open_plane_with)
+        self.encoder = encoder or load_encoder(config.model)
+        self.worker = worker or ProcessWorker(config.model, config.worker_threads())
+
+    async def _build(self, stack: contextlib.AsyncExitStack) -> None:
+        config = self.config
+        memory = config.staging
+        regions = await asyncio.to_thread(
+            self.plane.allocate, memory.regions, memory.region_nbytes, exported=True
+        )
+        self.pool = Pool(regions)
+        timeouts = config.timeouts
+        self.buffers = StagingBuffers(self.runtime, self._mailbox("buffers"), self.pool)
+        self.dedup = dedup.DedupCoordinator(
+            self.runtime,
+            self._mailbox("dedup"),
+            self.endpoint,
+            jobs.Limits(
+                timeouts.media_s, timeouts.forward_s, timeouts.dedup_retention_s
+            ),
+            config.limits.media_nbytes,
+        )
+        self.encode = encode.EncodeActor(
+            self.runtime,
+            self._mailbox("encode"),
+            self.endpoint,
+            self.encoder,
+            self.worker,
+            encode.ItemLimits(
+                config.limits.max_item_media_nbytes, memory.region_nbytes
+            ),
+            batch_items=config.worker.batch_items,
+            digest=config.verify == "checksum",
+        )
+        self.encode.to_dedup = self.buffers.to_dedup = self.dedup.mailbox
+        self.encode.to_buffers = self.dedup.to_buffers = self.buffers.mailbox
+        self.buffers.to_encode = self.dedup.to_encode = self.encode.mailbox
+        self._actors += [self.buffers, self.dedup, self.encode]
+        self._add_clients(None)
+        self.worker.start(regions, encode.WorkerMail(self.encode.mailbox.tell))
+        stack.push_async_callback(asyncio.to_thread, self.worker.stop)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Hand unstarted parts back; wait until the started ones are received. False if time ran out."""
+        self.endpoint.goodbye("draining")
+        idle = asyncio.Event()
+        self.encode.mailbox.tell(encode.Drain(idle.set))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await idle.wait()
+        return idle.is_set()
+
+    def counts(self) -> dict[str, int]:
+        return self._counts(
+            self.buffers.counts(), self.dedup.counts(), self.encode.counts()
+        )
+
+    def _states_seen(self) -> set[str]:
+        return self.encode.states_seen
+
+    @property
+    def fingerprint(self) -> str:
+        return self.encoder.fingerprint
+
+    def _region_nbytes(self) -> int:
+        return self.config.staging.region_nbytes
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None:
+        self.endpoint.send(session, Regions(self.plane.export()))
+
+    def _peer_ended(
+        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
+    ) -> None:
+        self.encode.mailbox.tell(encode.SessionOver(session))
+        self.dedup.mailbox.tell(dedup.SessionOver(session))
+
+    def session_suspect(self, session: SessionId, suspect: bool) -> None:
+        """A silent prefill node keeps what it has until its session is dead."""
+
+    def _peer_messages(
+        self, session: SessionId, messages: Sequence[AnyMessage]
+    ) -> None:
+        for message in messages:
+            if isinstance(message, EncodeRequest | BufferGrant | Receipt | Cancel):
+                self.encode.mailbox.tell(encode.FromPeer(session, message))
+            elif isinstance(message, MediaChunk):
+                self.dedup.mailbox.tell(dedup.ChunkReceived(session, message))
+            elif isinstance(message, MediaMissing):
+                self.dedup.mailbox.tell(dedup.MediaAbsent(session, message.sha256))
+
+    def _peer_writable(self, session: SessionId) -> None:
+        """An encoder sends nothing on the media lane of its prefill nodes."""
+
+    def load(self) -> Heartbeat:
+        counts = self.encode.counts()
+        return Heartbeat(
+            counts["forward_queue"] + counts["forwards_running"],
+            0,
+            self.pool.free_nbytes,
+        )
