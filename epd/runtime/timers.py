@@ -59,7 +59,10 @@ class Timers:
     """
 
     def __init__(
-        self, clock: Clock, call_at: CallAt, on_error: Callable[[Exception], None] | None = None
+        self,
+        clock: Clock,
+        call_at: CallAt,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         self._clock = clock
         self._call_at = call_at
@@ -141,7 +144,7 @@ class Timers:
             return
         try:
             callback()
-        except Exception as error:  # noqa: BLE001 - any bug of a callback ends the incarnation
+        except Exception as error:
             self._on_error(error)
 
     def _arm_next(self, now_s: float) -> None:
