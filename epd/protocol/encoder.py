@@ -12,18 +12,11 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec.structs import replace
 
-from epd.protocol.errors import DeadlineExceeded, Draining
+from epd.protocol.errors import DeadlineExceeded, Draining, RequestTooLarge
 from epd.protocol.ids import Attempt, LeaseId
-from epd.protocol.machine import (
-    Effect,
-    Event,
-    Ignored,
-    State,
-    Step,
-    TimerExpired,
-    dispatch,
-)
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, ReadyItem, Source
+from epd.protocol.wire import MAX_ITEMS_PER_PART
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -44,9 +37,14 @@ class Ready(State):
 
 
 class Pinning(State):
-    """Ready and granted: the pin was asked for."""
+    """Ready and granted: the pin was asked for.
+
+    `renewed`: the result was evicted before it was pinned, and the forward that ran again was
+    faster than the news of it.
+    """
 
     staged: LeaseId
+    renewed: LeaseId | None = None
 
 
 class Announced(State):
@@ -249,25 +247,23 @@ AnyEffect = (
 
 
 def _accept(state: Idle, event: RequestReceived, now_s: float, limits: Limits) -> Step:
-    if event.refusal is not None:
-        failed = SendFailed(event.attempt, event.refusal)
-        return Step(state, (failed, AttemptEnded(event.attempt, event.refusal.code)))
     count = len(event.items)
-    opened = Open(
-        event.attempt, event.specs, (Waiting(),) * count, None, event.deadline_s
-    )
+    refusal = event.refusal
+    if not 1 <= count <= MAX_ITEMS_PER_PART:
+        error = RequestTooLarge(f"a part of {count} items; 1 to {MAX_ITEMS_PER_PART} are allowed")
+        refusal = error.as_value()
+    if refusal is not None:
+        failed = SendFailed(event.attempt, refusal)
+        return Step(state, (failed, AttemptEnded(event.attempt, refusal.code)))
+    opened = Open(event.attempt, event.specs, (Waiting(),) * count, None, event.deadline_s)
     subscriptions = (
         Subscribe(event.attempt, number, item, spec)
-        for number, (item, spec) in enumerate(
-            zip(event.items, event.specs, strict=True)
-        )
+        for number, (item, spec) in enumerate(zip(event.items, event.specs, strict=True))
     )
     return Step(opened, (SendMetadata(event.attempt, event.specs), *subscriptions))
 
 
-def _accept_newer(
-    state: Open, event: RequestReceived, now_s: float, limits: Limits
-) -> Step:
+def _accept_newer(state: Open, event: RequestReceived, now_s: float, limits: Limits) -> Step:
     """One attempt of a part is open at a time: a newer one ends the older."""
     if event.attempt <= state.attempt:
         return _ignored(state, event)
@@ -285,12 +281,14 @@ def _grant(state: Open, event: GrantReceived, now_s: float, limits: Limits) -> S
         effects.append(TellGranted(state.attempt, number))
         if isinstance(item, Ready):
             effects.append(PinSource(state.attempt, number, item.staged))
-            item = Pinning(item.staged)
-        items.append(item)
+        items.append(Pinning(item.staged) if isinstance(item, Ready) else item)
     return Step(replace(state, grant=event.grant, items=tuple(items)), tuple(effects))
 
 
 def _job_ready(state: Open, event: JobReady, now_s: float, limits: Limits) -> Step:
+    item = _item(state, event.attempt, event.item)
+    if isinstance(item, Pinning) and item.staged != event.staged:
+        return _put(state, event.item, replace(item, renewed=event.staged))
     if not _expects(state, event.attempt, event.item, Waiting):
         return _ignored(state, event)
     if state.grant is None:
@@ -307,13 +305,20 @@ def _job_evicted(state: Open, event: JobEvicted, now_s: float, limits: Limits) -
 
 
 def _source_gone(state: Open, event: SourceGone, now_s: float, limits: Limits) -> Step:
-    if not _expects(state, event.attempt, event.item, Pinning):
+    item = _item(state, event.attempt, event.item)
+    if not isinstance(item, Pinning):
         return _ignored(state, event)
+    if item.renewed is not None:
+        pin = PinSource(state.attempt, event.item, item.renewed)
+        return _put(state, event.item, Pinning(item.renewed), pin)
     return _put(state, event.item, Waiting())
 
 
 def _announce(state: Open, event: SourcePinned, now_s: float, limits: Limits) -> Step:
-    if not _expects(state, event.attempt, event.item, Pinning):
+    item = _item(state, event.attempt, event.item)
+    if isinstance(item, Announced) and item.staged == event.staged:
+        return _ignored(state, event)
+    if not isinstance(item, Pinning) or item.staged != event.staged:
         return _unpin_stray(state, event, now_s, limits)
     assert state.grant is not None
     ready = ReadyItem(event.source, state.specs[event.item], event.digest)
@@ -323,17 +328,14 @@ def _announce(state: Open, event: SourcePinned, now_s: float, limits: Limits) ->
     return _put(state, event.item, Announced(event.staged), done)
 
 
-def _unpin_stray(
-    state: AnyState, event: SourcePinned, now_s: float, limits: Limits
-) -> Step:
+def _unpin_stray(state: AnyState, event: SourcePinned, now_s: float, limits: Limits) -> Step:
     """The pin came after its attempt had ended."""
     return Step(state, (UnpinSource(event.attempt, event.item, event.staged),))
 
 
 def _job_failed(state: Open, event: JobFailed, now_s: float, limits: Limits) -> Step:
-    if event.attempt != state.attempt or not isinstance(
-        state.items[event.item], Waiting | Ready
-    ):
+    # In `Pinning` too: the result was evicted before it was pinned, and its forward failed since.
+    if not isinstance(_item(state, event.attempt, event.item), Waiting | Ready | Pinning):
         return _ignored(state, event)
     error = replace(event.error, item=event.item)
     return _end(state, error.code, SendFailed(state.attempt, error))
@@ -344,9 +346,7 @@ def _receive(state: Open, event: ReceiptReceived, now_s: float, limits: Limits) 
         return _ignored(state, event)
     items = list(state.items)
     effects: list[Effect] = []
-    for number in range(
-        max(0, event.first), min(event.first + event.count, len(items))
-    ):
+    for number in range(max(0, event.first), min(event.first + event.count, len(items))):
         item = items[number]
         if isinstance(item, Announced):
             effects.append(UnpinSource(state.attempt, number, item.staged))
@@ -358,16 +358,10 @@ def _receive(state: Open, event: ReceiptReceived, now_s: float, limits: Limits) 
 
 
 def _cancel(state: Open, event: CancelReceived, now_s: float, limits: Limits) -> Step:
-    return (
-        _end(state, "cancelled")
-        if event.attempt == state.attempt
-        else _ignored(state, event)
-    )
+    return _end(state, "cancelled") if event.attempt == state.attempt else _ignored(state, event)
 
 
-def _lose_session(
-    state: Open, event: SessionEnded, now_s: float, limits: Limits
-) -> Step:
+def _lose_session(state: Open, event: SessionEnded, now_s: float, limits: Limits) -> Step:
     return _end(state, "session_lost")
 
 
@@ -394,8 +388,13 @@ def _end(state: Open, outcome: str, *before: Effect) -> Step:
     return Step(Idle(), (*effects, AttemptEnded(state.attempt, outcome)))
 
 
+def _item(state: Open, attempt: Attempt, item: int) -> ItemState | None:
+    """The item's state, if the event is of the attempt that is open."""
+    return state.items[item] if attempt == state.attempt and 0 <= item < len(state.items) else None
+
+
 def _expects(state: Open, attempt: Attempt, item: int, kind: type[ItemState]) -> bool:
-    return attempt == state.attempt and isinstance(state.items[item], kind)
+    return isinstance(_item(state, attempt, item), kind)
 
 
 def _put(state: Open, number: int, item: ItemState, *effects: Effect) -> Step:

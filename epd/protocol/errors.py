@@ -4,9 +4,11 @@ The codes travel in `Failed`, `Outcome` and `Rejected`, stand in logs and metric
 their meaning. `retryable` says whether another attempt, perhaps elsewhere, may succeed.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from epd.protocol.messages import ErrorValue
+
+MAX_MESSAGE_CHARS: Final = 1000
 
 
 class EpdError(Exception):
@@ -23,7 +25,8 @@ class EpdError(Exception):
             setattr(self, name, value)
 
     def as_value(self, item: int | None = None) -> ErrorValue:
-        return ErrorValue(self.code, self.retryable, self.message, item)
+        """For the wire: a message longer than `MAX_MESSAGE_CHARS` is cut, so that it fits a frame."""
+        return ErrorValue(self.code, self.retryable, self.message[:MAX_MESSAGE_CHARS], item)
 
 
 class ConfigError(EpdError):

@@ -20,11 +20,5 @@ class JobKey(NamedTuple):
 def job_key(item: Item, dtype: DType) -> JobKey:
     probe: Probe = item.probe
     return JobKey(
-        item.sha256.hex(),
-        probe.kind,
-        probe.width,
-        probe.height,
-        probe.frames,
-        probe.samples,
-        dtype,
+        item.sha256.hex(), probe.kind, probe.width, probe.height, probe.frames, probe.samples, dtype
     )

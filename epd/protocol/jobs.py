@@ -14,15 +14,7 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import ForwardFailed, MediaUnavailable
 from epd.protocol.ids import LeaseId, SessionId
-from epd.protocol.machine import (
-    Effect,
-    Event,
-    Ignored,
-    State,
-    Step,
-    TimerExpired,
-    dispatch,
-)
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
 from epd.protocol.messages import ErrorValue, Struct
 from epd.protocol.sources import Subscriber
 
@@ -76,10 +68,15 @@ class AwaitingStaging(State):
 
 
 class Queued(State):
-    """Staging slot reserved; waiting for the worker."""
+    """Staging slot reserved; waiting for the worker.
+
+    `withdrawn`: nobody wants it any more, but only the worker's owner knows whether it has started;
+    the slot is held until `ForwardUnqueued` or `ForwardStarted` says so (I2).
+    """
 
     wishes: Wishes
     staged: LeaseId
+    withdrawn: bool = False
     deadline_s: None = None
     final: ClassVar[bool] = False
 
@@ -146,6 +143,10 @@ class ForwardStarted(Event):
     pass
 
 
+class ForwardUnqueued(Event):
+    """Answer to `UnqueueForward`, unless it came too late: the forward will not start."""
+
+
 class ForwardEnded(Event):
     """The worker's own word, or its death."""
 
@@ -168,6 +169,7 @@ AnyEvent = (
     | StagingReserved
     | StagingRefused
     | ForwardStarted
+    | ForwardUnqueued
     | ForwardEnded
     | Evicted
     | TimerExpired
@@ -197,7 +199,7 @@ class QueueForward(Effect):
 
 
 class UnqueueForward(Effect):
-    pass
+    """Answered by `ForwardUnqueued`, or by `ForwardStarted` if it comes too late."""
 
 
 class KillWorker(Effect):
@@ -263,17 +265,15 @@ def _join(state: Wanted, event: Subscribed, now_s: float, limits: Limits) -> Ste
         return _ignored(state, event)
     joined = replace(state, wishes=(*state.wishes, Wish(event.subscriber)))
     if isinstance(joined, Done):
-        return Step(
-            replace(joined, deadline_s=None),
-            (TellReady(event.subscriber, joined.staged),),
-        )
+        return Step(replace(joined, deadline_s=None), (TellReady(event.subscriber, joined.staged),))
     return Step(joined, ())
 
 
 def _grant(state: Wanted, event: Granted, now_s: float, limits: Limits) -> Step:
+    if all(wish.subscriber != event.subscriber for wish in state.wishes):
+        return _ignored(state, event)
     wishes = tuple(
-        replace(wish, granted=True) if wish.subscriber == event.subscriber else wish
-        for wish in state.wishes
+        replace(wish, granted=True) if wish.subscriber == event.subscriber else wish for wish in state.wishes
     )
     granted = replace(state, wishes=wishes)
     return _begin(granted) if isinstance(granted, Unstarted) else Step(granted, ())
@@ -302,10 +302,7 @@ def _with_fewer(state: Wanted, wishes: Wishes, now_s: float, limits: Limits) -> 
         case Unstarted():
             return Step(Unstarted(wishes) if wishes else Absent(), ())
         case Fetching():
-            if any(
-                wish.granted and wish.subscriber.session == state.sender
-                for wish in wishes
-            ):
+            if any(wish.granted and wish.subscriber.session == state.sender for wish in wishes):
                 return Step(replace(state, wishes=wishes), ())
             return _again(wishes, DropMedia())
         case AwaitingStaging():
@@ -313,10 +310,9 @@ def _with_fewer(state: Wanted, wishes: Wishes, now_s: float, limits: Limits) -> 
                 return Step(replace(state, wishes=wishes), ())
             return _again(wishes, WithdrawStaging(), DropMedia())
         case Queued():
-            if granted:
+            if granted or state.withdrawn:
                 return Step(replace(state, wishes=wishes), ())
-            ended = (UnqueueForward(), MarkWriteEnded(state.staged), DropMedia())
-            return _again(wishes, *ended)
+            return Step(replace(state, wishes=wishes, withdrawn=True), (UnqueueForward(),))
         case Running():
             return Step(replace(state, wishes=wishes), ())
         case Done():
@@ -332,55 +328,37 @@ def _again(wishes: Wishes, *effects: Effect) -> Step:
     return Step(begun.state, (*effects, *begun.effects))
 
 
-def _progress(
-    state: Fetching, event: MediaProgress, now_s: float, limits: Limits
-) -> Step:
+def _progress(state: Fetching, event: MediaProgress, now_s: float, limits: Limits) -> Step:
     return Step(replace(state, deadline_s=now_s + limits.media_s), ())
 
 
-def _media_here(
-    state: Fetching, event: MediaArrived, now_s: float, limits: Limits
-) -> Step:
+def _media_here(state: Fetching, event: MediaArrived, now_s: float, limits: Limits) -> Step:
     return Step(AwaitingStaging(state.wishes), (AskStaging(),))
 
 
-def _media_failed(
-    state: Fetching, event: MediaFailed, now_s: float, limits: Limits
-) -> Step:
+def _media_failed(state: Fetching, event: MediaFailed, now_s: float, limits: Limits) -> Step:
     if event.sender != state.sender:
         return _ignored(state, event)
     blamed = tuple(w for w in state.wishes if w.subscriber.session == event.sender)
     rest = tuple(w for w in state.wishes if w.subscriber.session != event.sender)
-    return _again(
-        rest,
-        DropMedia(),
-        *(TellFailed(wish.subscriber, event.error) for wish in blamed),
-    )
+    return _again(rest, DropMedia(), *(TellFailed(wish.subscriber, event.error) for wish in blamed))
 
 
-def _media_late(
-    state: Fetching, event: TimerExpired, now_s: float, limits: Limits
-) -> Step:
+def _media_late(state: Fetching, event: TimerExpired, now_s: float, limits: Limits) -> Step:
     error = MediaUnavailable(f"no media within {limits.media_s} s").as_value()
     return _media_failed(state, MediaFailed(state.sender, error), now_s, limits)
 
 
-def _reserve(
-    state: AwaitingStaging, event: StagingReserved, now_s: float, limits: Limits
-) -> Step:
+def _reserve(state: AwaitingStaging, event: StagingReserved, now_s: float, limits: Limits) -> Step:
     return Step(Queued(state.wishes, event.staged), (QueueForward(event.staged),))
 
 
-def _reserve_stray(
-    state: AnyState, event: StagingReserved, now_s: float, limits: Limits
-) -> Step:
+def _reserve_stray(state: AnyState, event: StagingReserved, now_s: float, limits: Limits) -> Step:
     """The reservation came after the wish was withdrawn: nothing was ever written into it."""
     return Step(state, (MarkWriteEnded(event.staged),))
 
 
-def _refuse_staging(
-    state: AwaitingStaging, event: StagingRefused, now_s: float, limits: Limits
-) -> Step:
+def _refuse_staging(state: AwaitingStaging, event: StagingRefused, now_s: float, limits: Limits) -> Step:
     return _fail_all(state.wishes, event.error, DropMedia())
 
 
@@ -388,22 +366,27 @@ def _start(state: Queued, event: ForwardStarted, now_s: float, limits: Limits) -
     return Step(Running(state.wishes, state.staged, now_s + limits.forward_s), ())
 
 
-def _end_forward(
-    state: Running, event: ForwardEnded, now_s: float, limits: Limits
-) -> Step:
+def _unqueue(state: Queued, event: ForwardUnqueued, now_s: float, limits: Limits) -> Step:
+    if not state.withdrawn:
+        return _ignored(state, event)
+    if any(wish.granted for wish in state.wishes):  # wanted again, and everything is still here
+        return Step(replace(state, withdrawn=False), (QueueForward(state.staged),))
+    return _again(state.wishes, MarkWriteEnded(state.staged), DropMedia())
+
+
+def _end_forward(state: Running, event: ForwardEnded, now_s: float, limits: Limits) -> Step:
+    if event.error is not None and state.killed:
+        # Who joined since was not told that it failed: from the start, with a new worker.
+        return _again(state.wishes, MarkWriteEnded(state.staged), DropMedia())
     if event.error is not None:
-        return _fail_all(
-            state.wishes, event.error, MarkWriteEnded(state.staged), DropMedia()
-        )
+        return _fail_all(state.wishes, event.error, MarkWriteEnded(state.staged), DropMedia())
     told = tuple(TellReady(wish.subscriber, state.staged) for wish in state.wishes)
     deadline_s = None if state.wishes else now_s + limits.dedup_retention_s
     done = Done(state.wishes, state.staged, deadline_s)
     return Step(done, (MarkWritten(state.staged), DropMedia(), *told))
 
 
-def _forward_late(
-    state: Running, event: TimerExpired, now_s: float, limits: Limits
-) -> Step:
+def _forward_late(state: Running, event: TimerExpired, now_s: float, limits: Limits) -> Step:
     # The slot stays a slot being written until the worker's death (I2).
     error = ForwardFailed(f"no result within {limits.forward_s} s").as_value()
     told = tuple(TellFailed(wish.subscriber, error) for wish in state.wishes)
@@ -414,9 +397,7 @@ def _forward_late(
 def _evict(state: Done, event: Evicted, now_s: float, limits: Limits) -> Step:
     if event.staged != state.staged:
         return _ignored(state, event)
-    return _again(
-        state.wishes, *(TellEvicted(wish.subscriber) for wish in state.wishes)
-    )
+    return _again(state.wishes, *(TellEvicted(wish.subscriber) for wish in state.wishes))
 
 
 def _retire(state: Done, event: TimerExpired, now_s: float, limits: Limits) -> Step:
@@ -440,10 +421,7 @@ TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
     **{(wanted, Subscribed): _join for wanted in _WANTED},
     **{(wanted, Granted): _grant for wanted in _WANTED},
     **{(wanted, Left): _leave for wanted in _WANTED},
-    **{
-        (kind, StagingReserved): _reserve_stray
-        for kind in (Unstarted, Fetching, Queued, Running, Done)
-    },
+    **{(kind, StagingReserved): _reserve_stray for kind in (Unstarted, Fetching, Queued, Running, Done)},
     (Fetching, MediaProgress): _progress,
     (Fetching, MediaArrived): _media_here,
     (Fetching, MediaFailed): _media_failed,
@@ -451,6 +429,7 @@ TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
     (AwaitingStaging, StagingReserved): _reserve,
     (AwaitingStaging, StagingRefused): _refuse_staging,
     (Queued, ForwardStarted): _start,
+    (Queued, ForwardUnqueued): _unqueue,
     (Running, ForwardEnded): _end_forward,
     (Running, TimerExpired): _forward_late,
     (Done, Evicted): _evict,

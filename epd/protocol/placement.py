@@ -30,11 +30,11 @@ def plan_parts(
     items: Sequence[Item], encoders: Sequence[EncoderLoad], max_items: int
 ) -> tuple[PartPlan, ...]:
     """Partition the items over the encoders; without any, parts without a session."""
+    encoders = [e for e in encoders if e.max_items_per_part > 0]
     if not encoders:
         every = tuple(range(len(items)))
         return tuple(
-            PartPlan(every[first : first + max_items], None)
-            for first in range(0, len(items), max_items)
+            PartPlan(every[first : first + max_items], None) for first in range(0, len(items), max_items)
         )
     open_items = {encoder.session: encoder.open_items for encoder in encoders}
     chosen: dict[SessionId, list[int]] = {}
@@ -42,10 +42,7 @@ def plan_parts(
         session = _home(item.sha256, encoders, open_items)
         open_items[session] += 1
         chosen.setdefault(session, []).append(index)
-    limits = {
-        encoder.session: min(max_items, encoder.max_items_per_part)
-        for encoder in encoders
-    }
+    limits = {encoder.session: min(max_items, encoder.max_items_per_part) for encoder in encoders}
     return tuple(
         PartPlan(tuple(indices[first : first + limits[session]]), session)
         for session, indices in chosen.items()
@@ -64,9 +61,7 @@ def choose_encoder(
     return _home(items[0].sha256, others, {e.session: e.open_items for e in others})
 
 
-def _home(
-    sha256: bytes, encoders: Sequence[EncoderLoad], open_items: dict[SessionId, int]
-) -> SessionId:
+def _home(sha256: bytes, encoders: Sequence[EncoderLoad], open_items: dict[SessionId, int]) -> SessionId:
     if len(encoders) == 1:
         return encoders[0].session
     least = min(open_items.values())
@@ -75,6 +70,5 @@ def _home(
 
 
 def _weight(sha256: bytes, incarnation: Incarnation) -> bytes:
-    return hashlib.blake2b(
-        sha256 + incarnation.to_bytes(8, "little"), digest_size=8
-    ).digest()
+    number = (incarnation & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little")  # a peer may name any integer
+    return hashlib.blake2b(sha256 + number, digest_size=8).digest()

@@ -119,9 +119,7 @@ def _submit(_: New, event: Submitted, now_s: float, limits: Limits) -> Step:
         placing = Placing(plan.items, Attempt(1), None)
         if plan.session is None:
             parts.append(placing)
-            effects.append(
-                ChooseEncoder(Part(index), _pick(event.items, plan.items), ())
-            )
+            effects.append(ChooseEncoder(Part(index), _pick(event.items, plan.items), ()))
         else:
             parts.append(placing)
     count = len(event.items)
@@ -136,9 +134,7 @@ def _submit(_: New, event: Submitted, now_s: float, limits: Limits) -> Step:
     )
     for index, plan in enumerate(event.plans):
         if plan.session is not None:
-            outcome = _open_attempt(
-                state, state.parts[index], Part(index), plan.session, now_s, limits
-            )
+            outcome = _open_attempt(state, state.parts[index], Part(index), plan.session, now_s, limits)
             state = replace(state, parts=_put(state.parts, index, outcome.part))
             effects.extend(outcome.effects)
     return Step(state, tuple(effects))
@@ -153,21 +149,17 @@ def _to_part(state: Live, event: "PartEvent", now_s: float, limits: Limits) -> S
     session = getattr(event, "session", None)
     if attempt != part.attempt:
         return _ignored(state, event)
-    if isinstance(
-        event, MetadataReceived | SourcesReady | AttemptFailed
-    ) and session != getattr(part, "session", None):
+    if isinstance(event, MetadataReceived | SourcesReady | AttemptFailed) and session != getattr(
+        part, "session", None
+    ):
         return _ignored(state, event)
     handler = PART_TRANSITIONS.get((type(part), type(event)))
     if handler is None:
         return _ignored(state, event)
-    return _apply(
-        state, event.part, handler(state, part, event, now_s, limits), now_s, limits
-    )
+    return _apply(state, event.part, handler(state, part, event, now_s, limits), now_s, limits)
 
 
-def _apply(
-    state: Live, index: int, outcome: Outcome, now_s: float, limits: Limits
-) -> Step:
+def _apply(state: Live, index: int, outcome: Outcome, now_s: float, limits: Limits) -> Step:
     if outcome.fatal is not None:
         failed = replace(state, parts=_put(state.parts, index, outcome.part))
         return _fail(failed, outcome.fatal, outcome.effects)
@@ -176,15 +168,11 @@ def _apply(
         specs = _put(specs, item, spec)
     for item in outcome.done:
         done = _put(done, item, True)
-    changed = replace(
-        state, parts=_put(state.parts, index, outcome.part), specs=specs, done=done
-    )
+    changed = replace(state, parts=_put(state.parts, index, outcome.part), specs=specs, done=done)
     return _settle(changed, outcome.effects, now_s, limits)
 
 
-def _settle(
-    state: Live, effects: tuple[Effect, ...], now_s: float, limits: Limits
-) -> Step:
+def _settle(state: Live, effects: tuple[Effect, ...], now_s: float, limits: Limits) -> Step:
     """What follows for the request once a part has moved."""
     if isinstance(state, Negotiating) and all(spec is not None for spec in state.specs):
         sizes = tuple(spec.nbytes for spec in state.specs if spec is not None)
@@ -199,26 +187,20 @@ def _settle(
             now_s + limits.room_s,
         )
         return Step(awaiting, (*effects, AskRoom(sizes)))
-    if isinstance(state, Filling) and all(
-        isinstance(part, Read) for part in state.parts
-    ):
+    if isinstance(state, Filling) and all(isinstance(part, Read) for part in state.parts):
         specs = tuple(spec for spec in state.specs if spec is not None)
         delivered = Delivered(state.lease, now_s + limits.consume_warning_s)
         return Step(delivered, (*effects, Deliver(state.lease, specs)))
     return Step(state, effects)
 
 
-def _grant(
-    state: AwaitingRoom, event: RoomLeased, now_s: float, limits: Limits
-) -> Step:
+def _grant(state: AwaitingRoom, event: RoomLeased, now_s: float, limits: Limits) -> Step:
     parts: list[PartState] = []
     effects: list[Effect] = []
     for index, part in enumerate(state.parts):
         if isinstance(part, Sized):
             parts.append(Granted(part.items, part.attempt, part.session, part.asked))
-            effects.append(
-                SendGrant(part.session, Part(index), part.attempt, event.lease)
-            )
+            effects.append(SendGrant(part.session, Part(index), part.attempt, event.lease))
         else:
             parts.append(part)
     filling = Filling(
@@ -234,43 +216,37 @@ def _grant(
     return Step(filling, tuple(effects))
 
 
-def _refuse_room(
-    state: AwaitingRoom, event: RoomRefused, now_s: float, limits: Limits
-) -> Step:
+def _refuse_room(state: AwaitingRoom, event: RoomRefused, now_s: float, limits: Limits) -> Step:
     return _fail(state, event.error, (), room_asked=False)
 
 
-def _return_stray_lease(
-    state: AnyState, event: RoomLeased, now_s: float, limits: Limits
-) -> Step:
+def _return_stray_lease(state: AnyState, event: RoomLeased, now_s: float, limits: Limits) -> Step:
     """Lost race: the lease came after the wish was withdrawn; no encoder was told."""
+    if event.lease == getattr(state, "lease", None):
+        return _ignored(state, event)
     return Step(state, (ReturnLease(event.lease),))
 
 
-def _lose_session(
-    state: Live, event: SessionEnded, now_s: float, limits: Limits
-) -> Step:
-    step = Step(state, ())
+def _lose_session(state: Live, event: SessionEnded, now_s: float, limits: Limits) -> Step:
+    """All attempts in it end in this turn, and nothing more is sent there."""
     lost = SessionLost("session ended").as_value()
+    effects: list[Effect] = []
+    fatal: ErrorValue | None = None
     for index, part in enumerate(state.parts):
         if getattr(part, "session", None) != event.session:
             continue
-        current = step.state
-        if not isinstance(current, Live):
-            break
-        outcome = _close_attempt(
-            current, part, Part(index), lost, now_s, limits, tell=False
-        )
-        after = _apply(current, index, outcome, now_s, limits)
-        step = Step(after.state, step.effects + after.effects)
-    return step
+        outcome = _close_attempt(state, part, Part(index), lost, now_s, limits, tell=False)
+        state = replace(state, parts=_put(state.parts, index, outcome.part))
+        effects.extend(outcome.effects)
+        fatal = fatal or outcome.fatal
+    if fatal is not None:
+        return _fail(state, fatal, ())
+    return Step(state, tuple(effects))
 
 
-def _place_again(
-    state: Live, event: EncoderAvailable, now_s: float, limits: Limits
-) -> Step:
+def _place_again(state: Live, event: EncoderAvailable, now_s: float, limits: Limits) -> Step:
     effects = tuple(
-        ChooseEncoder(Part(index), _pick(state.items, part.items), part.avoid)
+        ChooseEncoder(Part(index), _missing(state, part), part.avoid)
         for index, part in enumerate(state.parts)
         if isinstance(part, Placing) and part.deadline_s is None
     )
@@ -286,27 +262,17 @@ def _expire(state: Live, event: TimerExpired, now_s: float, limits: Limits) -> S
         return _fail(state, _deadline_error(state), ())
     if isinstance(state, AwaitingRoom) and now_s >= state.room_deadline_s:
         wanted = sum(spec.nbytes for spec in state.specs if spec is not None)
-        error = PoolExhausted(
-            f"no room for {wanted} B within {limits.room_s} s; others hold the pool"
-        )
+        error = PoolExhausted(f"no room for {wanted} B within {limits.room_s} s; others hold the pool")
         return _fail(state, error.as_value(), ())
     for index, part in enumerate(state.parts):
         if part.deadline_s is None or now_s < part.deadline_s:
             continue
         if isinstance(part, Placing):
             waiting = replace(part, deadline_s=None)
-            choose = ChooseEncoder(
-                Part(index), _pick(state.items, part.items), part.avoid
-            )
-            return Step(
-                replace(state, parts=_put(state.parts, index, waiting)), (choose,)
-            )
-        late = TimedOut(
-            f"no sizes within {limits.metadata_s} s", phase="metadata"
-        ).as_value()
-        outcome = _close_attempt(
-            state, part, Part(index), late, now_s, limits, tell=True
-        )
+            choose = ChooseEncoder(Part(index), _missing(state, part), part.avoid)
+            return Step(replace(state, parts=_put(state.parts, index, waiting)), (choose,))
+        late = TimedOut(f"no sizes within {limits.metadata_s} s", phase="metadata").as_value()
+        outcome = _close_attempt(state, part, Part(index), late, now_s, limits, tell=True)
         return _apply(state, index, outcome, now_s, limits)
     return _ignored(state, event)
 
@@ -315,32 +281,24 @@ def _take(state: Delivered, event: Taken, now_s: float, limits: Limits) -> Step:
     return Step(Consumed(state.lease, now_s + limits.consume_warning_s), ())
 
 
-def _free(
-    state: Delivered | Consumed, event: Released, now_s: float, limits: Limits
-) -> Step:
+def _free(state: Delivered | Consumed, event: Released, now_s: float, limits: Limits) -> Step:
     return Step(Ended("freed"), (ReturnLease(state.lease),))
 
 
-def _warn(
-    state: Delivered | Consumed, event: TimerExpired, now_s: float, limits: Limits
-) -> Step:
+def _warn(state: Delivered | Consumed, event: TimerExpired, now_s: float, limits: Limits) -> Step:
     return Step(replace(state, deadline_s=None), (WarnUnconsumed(state.lease),))
 
 
 # -- part handlers -----------------------------------------------------------------------------
 
 
-def _choose(
-    state: Live, part: Placing, event: EncoderChosen, now_s: float, limits: Limits
-) -> Outcome:
-    if event.session is None:
+def _choose(state: Live, part: Placing, event: EncoderChosen, now_s: float, limits: Limits) -> Outcome:
+    if event.session is None or part.deadline_s is not None:  # pausing: it will be asked again
         return Outcome(part)
     return _open_attempt(state, part, event.part, event.session, now_s, limits)
 
 
-def _size(
-    state: Live, part: Requested, event: MetadataReceived, now_s: float, limits: Limits
-) -> Outcome:
+def _size(state: Live, part: Requested, event: MetadataReceived, now_s: float, limits: Limits) -> Outcome:
     if len(event.specs) != len(part.asked):
         return _fatal(part, f"{len(event.specs)} sizes for {len(part.asked)} items")
     named = tuple(zip(part.asked, event.specs, strict=True))
@@ -348,33 +306,21 @@ def _size(
         known = state.specs[item]
         if spec.rows < 0 or spec.dim < 1 or state.dtype not in ("model", spec.dtype):
             return _fatal(
-                part,
-                f"item {item}: {spec.rows}x{spec.dim} {spec.dtype}, asked {state.dtype}",
-                item,
+                part, f"item {item}: {spec.rows}x{spec.dim} {spec.dtype}, asked {state.dtype}", item
             )
         if known is not None and known != spec:
-            return _fatal(
-                part, f"item {item}: another attempt announced other sizes", item
-            )
+            return _fatal(part, f"item {item}: another attempt announced other sizes", item)
     if isinstance(state, Filling):
         granted = Granted(part.items, part.attempt, part.session, part.asked)
-        return Outcome(
-            granted,
-            (SendGrant(part.session, event.part, part.attempt, state.lease),),
-            named,
-        )
+        return Outcome(granted, (SendGrant(part.session, event.part, part.attempt, state.lease),), named)
     return Outcome(Sized(part.items, part.attempt, part.session, part.asked), (), named)
 
 
-def _read(
-    state: Live, part: Granted, event: SourcesReady, now_s: float, limits: Limits
-) -> Outcome:
+def _read(state: Live, part: Granted, event: SourcesReady, now_s: float, limits: Limits) -> Outcome:
     assert isinstance(state, Filling)
-    if event.grant != state.lease or event.first + len(event.ready) > len(part.asked):
-        return _fatal(
-            part,
-            f"items {event.first}..{event.first + len(event.ready)} of {len(part.asked)}",
-        )
+    end = event.first + len(event.ready)
+    if event.grant != state.lease or event.first < 0 or end > len(part.asked):
+        return _fatal(part, f"grant {event.grant}, items {event.first}..{end} of {len(part.asked)}")
     effects: list[Effect] = []
     reading = list(part.reading)
     for number, ready in enumerate(event.ready, event.first):
@@ -382,49 +328,27 @@ def _read(
         spec = state.specs[item]
         assert spec is not None
         if ready.spec != spec or ready.source.nbytes != spec.nbytes:
-            return _fatal(
-                part, f"item {item}: the source differs from what was announced", item
-            )
+            return _fatal(part, f"item {item}: the source differs from what was announced", item)
         if item in reading or state.done[item]:
             continue  # a repeat changes nothing
         reading.append(item)
         effects.append(
-            StartRead(
-                part.session,
-                event.part,
-                part.attempt,
-                state.lease,
-                item,
-                ready.source,
-                ready.digest,
-            )
+            StartRead(part.session, event.part, part.attempt, state.lease, item, ready.source, ready.digest)
         )
     return Outcome(replace(part, reading=tuple(reading)), tuple(effects))
 
 
-def _finish_read(
-    state: Live, part: Granted, event: ReadEnded, now_s: float, limits: Limits
-) -> Outcome:
+def _finish_read(state: Live, part: Granted, event: ReadEnded, now_s: float, limits: Limits) -> Outcome:
     assert isinstance(state, Filling)
     if event.item not in part.reading:
         return Outcome(part, (Ignored(type(event).__name__),))
     if event.error is not None:
-        return _close_attempt(
-            state, part, event.part, event.error, now_s, limits, tell=True
-        )
+        return _close_attempt(state, part, event.part, event.error, now_s, limits, tell=True)
     last = all(state.done[item] or item == event.item for item in part.asked)
     receipt = SendReceipt(
-        part.session,
-        event.part,
-        part.attempt,
-        state.lease,
-        part.asked.index(event.item),
-        1,
-        last,
+        part.session, event.part, part.attempt, state.lease, part.asked.index(event.item), 1, last
     )
-    after: PartState = replace(
-        part, reading=tuple(i for i in part.reading if i != event.item)
-    )
+    after: PartState = replace(part, reading=tuple(i for i in part.reading if i != event.item))
     if last:
         after = Read(part.items, part.attempt)
     return Outcome(after, (receipt,), done=(event.item,))
@@ -436,19 +360,12 @@ def _fail_attempt(
     error = event.error
     asked = getattr(part, "asked", ())
     if error.item is not None:
-        error = replace(
-            error, item=asked[error.item] if 0 <= error.item < len(asked) else None
-        )
+        error = replace(error, item=asked[error.item] if 0 <= error.item < len(asked) else None)
     return _close_attempt(state, part, event.part, error, now_s, limits, tell=False)
 
 
 def _open_attempt(
-    state: Live,
-    part: PartState,
-    index: Part,
-    session: SessionId,
-    now_s: float,
-    limits: Limits,
+    state: Live, part: PartState, index: Part, session: SessionId, now_s: float, limits: Limits
 ) -> Outcome:
     asked = tuple(item for item in part.items if not state.done[item])
     deadline_s = now_s + limits.metadata_s
@@ -480,40 +397,25 @@ def _close_attempt(
     The pause is zero the first time: a lost session or a torn source is retried at once.
     """
     assert isinstance(part, Requested | Sized | Granted)
-    cancel: tuple[Effect, ...] = (
-        (SendCancel(part.session, index, part.attempt),) if tell else ()
-    )
+    cancel: tuple[Effect, ...] = (SendCancel(part.session, index, part.attempt),) if tell else ()
     if not error.retryable or part.attempt >= limits.max_attempts:
-        return Outcome(
-            Placing(part.items, Attempt(part.attempt + 1), None), cancel, fatal=error
-        )
+        return Outcome(Placing(part.items, Attempt(part.attempt + 1), None), cancel, fatal=error)
     pause_s = 0.0
     if part.attempt > 1:
-        pause_s = min(
-            limits.retry_max_s, limits.retry_base_s * 2.0 ** (part.attempt - 2)
-        )
+        pause_s = min(limits.retry_max_s, limits.retry_base_s * 2.0 ** (part.attempt - 2))
     avoid = (part.session,)
     if pause_s == 0.0:
         placing = Placing(part.items, Attempt(part.attempt + 1), None, avoid, error)
-        choose = ChooseEncoder(index, _pick(state.items, part.items), avoid)
+        choose = ChooseEncoder(index, _missing(state, part), avoid)
         return Outcome(placing, (*cancel, choose))
-    return Outcome(
-        Placing(part.items, Attempt(part.attempt + 1), now_s + pause_s, avoid, error),
-        cancel,
-    )
+    return Outcome(Placing(part.items, Attempt(part.attempt + 1), now_s + pause_s, avoid, error), cancel)
 
 
 def _fatal(part: PartState, message: str, item: int | None = None) -> Outcome:
     return Outcome(part, fatal=SourceInvalid(message).as_value(item))
 
 
-def _fail(
-    state: Live,
-    error: ErrorValue,
-    before: tuple[Effect, ...],
-    *,
-    room_asked: bool = True,
-) -> Step:
+def _fail(state: Live, error: ErrorValue, before: tuple[Effect, ...], *, room_asked: bool = True) -> Step:
     """End the request: cancel what is open, give back what is held, tell the caller once."""
     effects = list(before)
     for index, part in enumerate(state.parts):
@@ -533,9 +435,7 @@ def _deadline_error(state: Live) -> ErrorValue:
         if isinstance(part, Placing):
             if part.last_error is not None:
                 return part.last_error
-            return NoEncoder(
-                "no encoder's session was open before the deadline"
-            ).as_value()
+            return NoEncoder("no encoder's session was open before the deadline").as_value()
     names = ", ".join(sorted({type(part).__name__.lower() for part in state.parts}))
     error: EpdError = DeadlineExceeded(f"deadline passed; parts were {names}")
     return error.as_value()
@@ -543,6 +443,11 @@ def _deadline_error(state: Live) -> ErrorValue:
 
 def _ignored(state: AnyState, event: Event) -> Step:
     return Step(state, (Ignored(type(event).__name__),))
+
+
+def _missing(state: Live, part: PartState) -> tuple[Item, ...]:
+    """What an attempt would ask for: the part's items that are not whole yet."""
+    return tuple(state.items[index] for index in part.items if not state.done[index])
 
 
 def _pick(items: tuple[Item, ...], indices: tuple[int, ...]) -> tuple[Item, ...]:
@@ -557,9 +462,7 @@ def _put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
 
 PartEvent = EncoderChosen | MetadataReceived | SourcesReady | ReadEnded | AttemptFailed
 
-PART_TRANSITIONS: Final[
-    dict[tuple[type[State], type[Event]], Callable[..., Outcome]]
-] = {
+PART_TRANSITIONS: Final[dict[tuple[type[State], type[Event]], Callable[..., Outcome]]] = {
     (Placing, EncoderChosen): _choose,
     (Requested, MetadataReceived): _size,
     (Requested, AttemptFailed): _fail_attempt,
@@ -581,9 +484,11 @@ _LIVE: Final[dict[type[Event], Callable[..., Step]]] = {
     TimerExpired: _expire,
 }
 
+_NOT_AWAITING_ROOM: Final = (New, Negotiating, Filling, Delivered, Consumed, Ended)
+
 TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
     (New, Submitted): _submit,
-    (New, RoomLeased): _return_stray_lease,
+    **{(kind, RoomLeased): _return_stray_lease for kind in _NOT_AWAITING_ROOM},
     **{
         (live, event): handler
         for live in (Negotiating, AwaitingRoom, Filling)
@@ -604,28 +509,24 @@ def step(state: AnyState, event: AnyEvent, now_s: float, limits: Limits) -> Step
     return dispatch(TRANSITIONS, state, event, now_s, limits)
 
 
+_GOOD_ENDS: Final = ("freed", "cancelled")
+
+
 def state_name(state: AnyState) -> str:
     """The DESIGN 3.1 name people see for this state."""
     match state:
         case Negotiating():
-            return (
-                "metadata"
-                if any(isinstance(p, Sized) for p in state.parts)
-                else "requested"
-            )
+            return "metadata" if any(isinstance(p, Sized) for p in state.parts) else "requested"
         case AwaitingRoom():
             return "metadata"
         case Filling():
-            reading = any(
-                isinstance(p, Read) or (isinstance(p, Granted) and p.reading)
-                for p in state.parts
-            )
+            reading = any(isinstance(p, Read) or (isinstance(p, Granted) and p.reading) for p in state.parts)
             return "forward-done" if reading else "buffer-registered"
         case Delivered():
             return "rdma-written"
         case Consumed():
             return "consumed"
         case Ended():
-            return "freed" if state.outcome == "freed" else f"failed({state.outcome})"
+            return state.outcome if state.outcome in _GOOD_ENDS else f"failed({state.outcome})"
         case New():
             return "new"

@@ -7,15 +7,7 @@ import msgspec
 
 from epd.protocol.ids import Attempt, LeaseId, Part, SessionId
 from epd.protocol.machine import Effect, Event, Ignored, State, TimerExpired
-from epd.protocol.messages import (
-    EmbeddingSpec,
-    ErrorValue,
-    Item,
-    ReadyItem,
-    Source,
-    Struct,
-    WantedDType,
-)
+from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, ReadyItem, Source, Struct, WantedDType
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -13,15 +13,7 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import DigestMismatch, ReadFailed, SealMismatch, SourceInvalid
 from epd.protocol.ids import Attempt, LeaseId, Part, ReadId, SessionId
-from epd.protocol.machine import (
-    Effect,
-    Event,
-    Ignored,
-    State,
-    Step,
-    TimerExpired,
-    dispatch,
-)
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
 from epd.protocol.messages import ErrorValue, Source, Struct
 
 
@@ -118,9 +110,7 @@ class LeaseReturned(Event):
     """The request, or the consumer, is done with the lease."""
 
 
-AnyEvent = (
-    LeaseTaken | ReadWanted | ReadPosted | ReadTerminal | LeaseReturned | TimerExpired
-)
+AnyEvent = LeaseTaken | ReadWanted | ReadPosted | ReadTerminal | LeaseReturned | TimerExpired
 
 
 class PostRead(Effect):
@@ -158,29 +148,23 @@ def _want(state: Leased, event: ReadWanted, now_s: float, limits: Limits) -> Ste
     wanted = event.wanted
     for running in state.reads:
         if running.wanted.item == wanted.item:
+            newest = running.next or running.wanted
+            if wanted.read <= newest.read:
+                return Step(state, (Ignored("ReadWanted"),))
             # Not posted yet: the older read may still write into this extent (I1).
             effects: tuple[Effect, ...] = ()
             if not running.aborted:
                 effects = (AbortRead(running.wanted.read, running.wanted.session),)
             waiting = replace(running, next=wanted, aborted=True, deadline_s=None)
-            return Step(
-                replace(state, reads=_swap(state.reads, running, waiting)), effects
-            )
-    return Step(
-        replace(state, reads=(*state.reads, Running(wanted))), (PostRead(wanted),)
-    )
+            return Step(replace(state, reads=_swap(state.reads, running, waiting)), effects)
+    return Step(replace(state, reads=(*state.reads, Running(wanted))), (PostRead(wanted),))
 
 
-def _post(
-    state: Leased | Quarantined, event: ReadPosted, now_s: float, limits: Limits
-) -> Step:
+def _post(state: Leased | Quarantined, event: ReadPosted, now_s: float, limits: Limits) -> Step:
     running = _find(state.reads, event.read)
     if running is None or running.aborted:
         return Step(state, (Ignored("ReadPosted"),))
-    read_s = (
-        limits.read_base_s
-        + running.wanted.source.nbytes / limits.read_min_bandwidth_bytes_per_s
-    )
+    read_s = limits.read_base_s + running.wanted.source.nbytes / limits.read_min_bandwidth_bytes_per_s
     timed = replace(running, deadline_s=now_s + read_s)
     return Step(replace(state, reads=_swap(state.reads, running, timed)), ())
 
@@ -191,10 +175,7 @@ def _end_read(state: Leased, event: ReadTerminal, now_s: float, limits: Limits) 
         return Step(state, (Ignored("ReadTerminal"),))
     if running.next is not None:
         following = Running(running.next)
-        return Step(
-            replace(state, reads=_swap(state.reads, running, following)),
-            (PostRead(running.next),),
-        )
+        return Step(replace(state, reads=_swap(state.reads, running, following)), (PostRead(running.next),))
     rest = tuple(r for r in state.reads if r is not running)
     w = running.wanted
     told = TellReadEnded(w.part, w.attempt, w.item, _error(event.outcome, w))
@@ -202,9 +183,7 @@ def _end_read(state: Leased, event: ReadTerminal, now_s: float, limits: Limits) 
     return Step(replace(state, reads=rest), () if running.aborted else (told,))
 
 
-def _end_quarantined(
-    state: Quarantined, event: ReadTerminal, now_s: float, limits: Limits
-) -> Step:
+def _end_quarantined(state: Quarantined, event: ReadTerminal, now_s: float, limits: Limits) -> Step:
     running = _find(state.reads, event.read)
     if running is None:
         return Step(state, (Ignored("ReadTerminal"),))
@@ -214,20 +193,14 @@ def _end_quarantined(
     return Step(Free(), (FreeExtents(state.lease),))
 
 
-def _give_back(
-    state: Leased, event: LeaseReturned, now_s: float, limits: Limits
-) -> Step:
+def _give_back(state: Leased, event: LeaseReturned, now_s: float, limits: Limits) -> Step:
     if not state.reads:
         return Step(Free(), (FreeExtents(state.lease),))
     # A healthy read ends by itself, unseen; its own deadline aborts it if it does not.
-    return Step(
-        Quarantined(state.lease, tuple(replace(r, next=None) for r in state.reads)), ()
-    )
+    return Step(Quarantined(state.lease, tuple(replace(r, next=None) for r in state.reads)), ())
 
 
-def _abort_late(
-    state: Leased | Quarantined, event: TimerExpired, now_s: float, limits: Limits
-) -> Step:
+def _abort_late(state: Leased | Quarantined, event: TimerExpired, now_s: float, limits: Limits) -> Step:
     effects: list[Effect] = []
     reads: list[Running] = []
     for running in state.reads:
@@ -237,35 +210,23 @@ def _abort_late(
         w = running.wanted
         effects.append(AbortRead(w.read, w.session))
         if isinstance(state, Leased):
-            effects.append(
-                TellReadEnded(w.part, w.attempt, w.item, _error("timeout", w))
-            )
+            effects.append(TellReadEnded(w.part, w.attempt, w.item, _error("timeout", w)))
         reads.append(replace(running, aborted=True, deadline_s=None))
     return Step(replace(state, reads=tuple(reads)), tuple(effects))
 
 
 def _error(outcome: str, wanted: Wanted) -> ErrorValue | None:
-    nbytes, region, offset = (
-        wanted.source.nbytes,
-        wanted.source.region,
-        wanted.source.offset,
-    )
+    nbytes, region, offset = wanted.source.nbytes, wanted.source.region, wanted.source.offset
     where = f"{nbytes} B at region {region} offset {offset}"
     match outcome:
         case "ok":
             return None
         case "seal_mismatch":
-            return SealMismatch(
-                f"source reused before the read had ended: {where}"
-            ).as_value(wanted.item)
+            return SealMismatch(f"source reused before the read had ended: {where}").as_value(wanted.item)
         case "digest_mismatch":
-            return DigestMismatch(
-                f"bytes differ from the encoder's digest: {where}"
-            ).as_value(wanted.item)
+            return DigestMismatch(f"bytes differ from the encoder's digest: {where}").as_value(wanted.item)
         case "refused":
-            return SourceInvalid(
-                f"source outside of what the peer announced: {where}"
-            ).as_value(wanted.item)
+            return SourceInvalid(f"source outside of what the peer announced: {where}").as_value(wanted.item)
         case _:
             return ReadFailed(f"read ended {outcome}: {where}").as_value(wanted.item)
 
@@ -274,9 +235,7 @@ def _find(reads: tuple[Running, ...], read: ReadId) -> Running | None:
     return next((r for r in reads if r.wanted.read == read), None)
 
 
-def _swap(
-    reads: tuple[Running, ...], old: Running, new: Running
-) -> tuple[Running, ...]:
+def _swap(reads: tuple[Running, ...], old: Running, new: Running) -> tuple[Running, ...]:
     return tuple(new if r is old else r for r in reads)
 
 

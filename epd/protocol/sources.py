@@ -12,15 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from epd.protocol.ids import Attempt, LeaseId, Part, Seal, SessionId, TransferId
-from epd.protocol.machine import (
-    Effect,
-    Event,
-    Ignored,
-    State,
-    Step,
-    TimerExpired,
-    dispatch,
-)
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
 from epd.protocol.messages import Struct
 
 
@@ -102,16 +94,7 @@ class ReleaseWanted(Event):
     """Its job is over: free it as soon as nobody writes or reads it."""
 
 
-AnyEvent = (
-    Reserved
-    | Written
-    | WriteEnded
-    | PinWanted
-    | Unpinned
-    | EvictWanted
-    | ReleaseWanted
-    | TimerExpired
-)
+AnyEvent = Reserved | Written | WriteEnded | PinWanted | Unpinned | EvictWanted | ReleaseWanted | TimerExpired
 
 
 class WriteSeal(Effect):
@@ -151,9 +134,7 @@ def _reserve(_: Vacant, event: Reserved, now_s: float, limits: Limits) -> Step:
     return Step(state, (WriteSeal(event.staged, event.seal),))
 
 
-def _settle_written(
-    state: Writing, event: Written, now_s: float, limits: Limits
-) -> Step:
+def _settle_written(state: Writing, event: Written, now_s: float, limits: Limits) -> Step:
     if state.unwanted:
         return _free(state)
     return Step(Stable(state.staged, state.seal, state.next_seal), ())
@@ -163,24 +144,15 @@ def _end_write(state: Writing, event: WriteEnded, now_s: float, limits: Limits) 
     return _free(state)
 
 
-def _release_writing(
-    state: Writing, event: ReleaseWanted, now_s: float, limits: Limits
-) -> Step:
+def _release_writing(state: Writing, event: ReleaseWanted, now_s: float, limits: Limits) -> Step:
     return Step(replace(state, unwanted=True), ())
 
 
 def _pin(state: Stable, event: PinWanted, now_s: float, limits: Limits) -> Step:
     if state.unwanted:
         return Step(state, (TellGone(event.subscriber),))
-    pins = (
-        state.pins
-        if event.subscriber in state.pins
-        else (*state.pins, event.subscriber)
-    )
-    return Step(
-        replace(state, pins=pins),
-        (TellPinned(state.staged, event.subscriber, state.seal),),
-    )
+    pins = state.pins if event.subscriber in state.pins else (*state.pins, event.subscriber)
+    return Step(replace(state, pins=pins), (TellPinned(state.staged, event.subscriber, state.seal),))
 
 
 def _pin_gone(state: AnyState, event: PinWanted, now_s: float, limits: Limits) -> Step:
@@ -188,9 +160,7 @@ def _pin_gone(state: AnyState, event: PinWanted, now_s: float, limits: Limits) -
 
 
 def _unpin(state: Stable, event: Unpinned, now_s: float, limits: Limits) -> Step:
-    after = replace(
-        state, pins=tuple(pin for pin in state.pins if pin != event.subscriber)
-    )
+    after = replace(state, pins=tuple(pin for pin in state.pins if pin != event.subscriber))
     return _free(after) if after.unwanted and not after.pins else Step(after, ())
 
 
@@ -206,9 +176,7 @@ def _release(state: Stable, event: ReleaseWanted, now_s: float, limits: Limits) 
 
 
 def _free(state: Writing | Stable) -> Step:
-    return Step(
-        Vacant(), (WriteSeal(state.staged, state.next_seal), FreeExtent(state.staged))
-    )
+    return Step(Vacant(), (WriteSeal(state.staged, state.next_seal), FreeExtent(state.staged)))
 
 
 TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {

@@ -23,13 +23,7 @@ import msgspec
 
 from epd.protocol.errors import Malformed
 from epd.protocol.ids import SessionId
-from epd.protocol.messages import (
-    AnyMessage,
-    ControlMessage,
-    MediaChunk,
-    MediaMessage,
-    Rows,
-)
+from epd.protocol.messages import AnyMessage, ControlMessage, MediaChunk, MediaMessage, Rows
 
 PROTOCOL_VERSION: Final = 1
 MAGIC: Final = b"EPDt"
@@ -52,10 +46,7 @@ class Lane(IntEnum):
     MEDIA = 1
 
 
-FRAME_NBYTES: Final = {
-    Lane.CONTROL: CONTROL_FRAME_NBYTES,
-    Lane.MEDIA: MEDIA_FRAME_NBYTES,
-}
+FRAME_NBYTES: Final = {Lane.CONTROL: CONTROL_FRAME_NBYTES, Lane.MEDIA: MEDIA_FRAME_NBYTES}
 
 
 class Frame(NamedTuple):
@@ -80,24 +71,15 @@ def open_frame(data: bytes | memoryview, lane: Lane) -> Frame:
     nbytes = len(data)
     if not HEADER_NBYTES <= nbytes <= FRAME_NBYTES[lane]:
         raise Malformed(f"frame of {nbytes} B on {lane.name} lane", reason="size")
-    magic, version, lane_value, _reserved, session, sequence, body_nbytes = (
-        HEADER.unpack_from(data)
-    )
+    magic, version, lane_value, _reserved, session, sequence, body_nbytes = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise Malformed("not a frame of ours", reason="magic")
     if version != PROTOCOL_VERSION:
-        raise Malformed(
-            f"protocol version {version}, ours is {PROTOCOL_VERSION}", reason="version"
-        )
+        raise Malformed(f"protocol version {version}, ours is {PROTOCOL_VERSION}", reason="version")
     if lane_value != lane:
-        raise Malformed(
-            f"frame for lane {lane_value} on {lane.name} lane", reason="lane"
-        )
+        raise Malformed(f"frame for lane {lane_value} on {lane.name} lane", reason="lane")
     if body_nbytes != nbytes - HEADER_NBYTES:
-        raise Malformed(
-            f"body of {nbytes - HEADER_NBYTES} B, header says {body_nbytes}",
-            reason="length",
-        )
+        raise Malformed(f"body of {nbytes - HEADER_NBYTES} B, header says {body_nbytes}", reason="length")
     return Frame(lane, SessionId(session), sequence, memoryview(data)[HEADER_NBYTES:])
 
 
@@ -116,9 +98,7 @@ def encode_message(message: AnyMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def build_frame(
-    lane: Lane, session: SessionId, sequence: int, encoded: Sequence[bytes]
-) -> bytes:
+def build_frame(lane: Lane, session: SessionId, sequence: int, encoded: Sequence[bytes]) -> bytes:
     """One frame of encoded messages; the caller has kept it within `FRAME_NBYTES` (see `split`)."""
     count = len(encoded)
     prefix = bytes([0x90 | count]) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
@@ -137,9 +117,7 @@ def split(encoded: Sequence[bytes]) -> list[list[bytes]]:
     used = room
     for message in encoded:
         if len(message) > room:
-            raise Malformed(
-                f"message of {len(message)} B, a frame holds {room}", reason="size"
-            )
+            raise Malformed(f"message of {len(message)} B, a frame holds {room}", reason="size")
         if used + len(message) > room or len(groups[-1]) == 0xFFFF:
             groups.append([])
             used = 0
