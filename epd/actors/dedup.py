@@ -61,6 +61,12 @@ class ForwardStarted(NamedTuple):
     job: JobKey
 
 
+class ForwardUnqueued(NamedTuple):
+    """From the EncodeActor: answer to `ForwardUnwanted` for a forward that had not started."""
+
+    job: JobKey
+
+
 class ForwardEnded(NamedTuple):
     """From the EncodeActor: the worker's own word, or its death."""
 
@@ -103,6 +109,7 @@ Mail = (
     | MediaAbsent
     | SessionOver
     | ForwardStarted
+    | ForwardUnqueued
     | ForwardEnded
     | StagingAnswer
     | StagedEvicted
@@ -152,6 +159,8 @@ class DedupCoordinator(Actor[Mail]):
             case ForwardStarted():
                 self.forwards += 1
                 self._jobs.feed(message.job, jobs.ForwardStarted())
+            case ForwardUnqueued():
+                self._jobs.feed(message.job, jobs.ForwardUnqueued())
             case ForwardEnded():
                 if message.digest is not None:
                     self._digests[message.job] = message.digest
@@ -191,7 +200,12 @@ class DedupCoordinator(Actor[Mail]):
                 )
 
     def _perform(self, job: JobKey, effects: tuple[Effect, ...]) -> None:
-        item, spec = self._about[job]
+        about = self._about.get(job)
+        if about is None:  # its job is over: a stray reservation is still given back
+            for effect in effects:
+                self._perform_staged(job, effect)
+            return
+        item, spec = about
         for effect in effects:
             match effect:
                 case jobs.FetchMedia():

@@ -9,6 +9,7 @@ import structlog
 from epd.actors.dedup import (
     ForwardEnded,
     ForwardStarted,
+    ForwardUnqueued,
     ForwardUnwanted,
     ForwardWanted,
     JobNews,
@@ -140,6 +141,7 @@ class EncodeActor(Actor[Mail]):
             | SubscriberGranted
             | SubscriberLeft
             | ForwardStarted
+            | ForwardUnqueued
             | ForwardEnded
         ]
         self.to_buffers: Mailbox[PinAsked | UnpinAsked]
@@ -171,7 +173,9 @@ class EncodeActor(Actor[Mail]):
             case ForwardWanted():
                 self._queue[message.job] = message
             case ForwardUnwanted():
-                self._queue.pop(message.job, None)
+                # Not queued: it has started, which the coordinator is about to hear.
+                if self._queue.pop(message.job, None) is not None:
+                    self.to_dedup.tell(ForwardUnqueued(message.job))
             case WorkerReady():
                 self._worker_ready = True
             case BatchEnded():
