@@ -126,9 +126,7 @@ class ClientActor(Actor[Mail]):
     def _submit(self, session: SessionId, submit: Submit) -> None:
         key = (session, submit.request)
         if self._submit_to is None:
-            self._refuse(
-                key, WrongRole("this is an encoder node; submit to a prefill node")
-            )
+            self._refuse(key, WrongRole("this is an encoder node; submit to a prefill node"))
         elif key in self._open or not submit.items:
             self._refuse(
                 key,
@@ -142,9 +140,7 @@ class ClientActor(Actor[Mail]):
                     self._media.fetch(user, item.sha256, item.media_nbytes, session)
 
     def _ask_media(self, session: SessionId, sha256: bytes) -> None:
-        self._endpoint.send(
-            session, NeedMedia(sha256)
-        )  # unsent: the session has ended, we shall be told
+        self._endpoint.send(session, NeedMedia(sha256))  # unsent: the session has ended, we shall be told
 
     def _media_news(self, user: MediaUser, news: Progress | Arrived | Refused) -> None:
         session, request, sha256 = user
@@ -157,9 +153,7 @@ class ClientActor(Actor[Mail]):
                 if not opened.missing:
                     self._hand_over((session, request), opened)
             case Refused():
-                item = next(
-                    i for i, it in enumerate(opened.submit.items) if it.sha256 == sha256
-                )
+                item = next(i for i, it in enumerate(opened.submit.items) if it.sha256 == sha256)
                 self._drop_media((session, request), opened)
                 self._refuse((session, request), news.error, item)
 
@@ -177,16 +171,12 @@ class ClientActor(Actor[Mail]):
         ]
         self._drop_media(key, opened)
         opened.collecting = False
-        request = EmbeddingRequest(
-            _request_id(key), items, submit.remaining_ms / 1000, submit.dtype
-        )
+        request = EmbeddingRequest(_request_id(key), items, submit.remaining_ms / 1000, submit.dtype)
         session, number = key
         self._submit_to.tell(
             SubmitRequest(
                 request,
-                lambda delivery: self.mailbox.tell(
-                    Delivered(session, number, delivery)
-                ),
+                lambda delivery: self.mailbox.tell(Delivered(session, number, delivery)),
             )
         )
 
@@ -200,15 +190,11 @@ class ClientActor(Actor[Mail]):
             if opened is not None:
                 error = delivery.error.as_value(delivery.error.facts.get("item"))
                 states = tuple(delivery.phases_s)
-                self._endpoint.send(
-                    message.session, Outcome(message.request, (), error, states)
-                )
+                self._endpoint.send(message.session, Outcome(message.request, (), error, states))
             return
         delivery.take()
         rows = opened is not None and opened.submit.rows
-        hashing = asyncio.get_running_loop().run_in_executor(
-            None, _digest, delivery, rows
-        )
+        hashing = asyncio.get_running_loop().run_in_executor(None, _digest, delivery, rows)
         self._hashing.add(hashing)
         hashing.add_done_callback(self._hashing.discard)
         hashing.add_done_callback(
@@ -223,13 +209,9 @@ class ClientActor(Actor[Mail]):
         delivery.release()
         for item, data in enumerate(result.rows):
             if data:
-                self._outgoing.add(
-                    message.session, row_chunks(message.request, item, data)
-                )
+                self._outgoing.add(message.session, row_chunks(message.request, item, data))
         states = tuple(dict.fromkeys((*delivery.phases_s, "consumed", "freed")))
-        self._endpoint.send(
-            message.session, Outcome(message.request, result.items, None, states)
-        )
+        self._endpoint.send(message.session, Outcome(message.request, result.items, None, states))
 
     def _refuse(self, key: Key, error: EpdError, item: int | None = None) -> None:
         self._open.pop(key, None)
@@ -261,13 +243,9 @@ def _digest(delivery: Delivery, rows: bool) -> DigestResult:
     """Hash the delivered bytes, and copy them if asked; runs in a thread, the views are held."""
     items = tuple(
         ItemOutcome(spec, view.nbytes, hashlib.sha256(view).digest(), verified)
-        for spec, view, verified in zip(
-            delivery.specs, delivery.views, delivery.verified, strict=True
-        )
+        for spec, view, verified in zip(delivery.specs, delivery.views, delivery.verified, strict=True)
     )
-    return DigestResult(
-        items, tuple(bytes(view) for view in delivery.views) if rows else ()
-    )
+    return DigestResult(items, tuple(bytes(view) for view in delivery.views) if rows else ())
 
 
 def _request_id(key: Key) -> str:

@@ -184,9 +184,7 @@ class DedupCoordinator(Actor[Mail]):
         self._jobs.feed(answer.job, jobs.StagingReserved(answer.staged))
 
     def _ask_media(self, session: SessionId, sha256: bytes) -> None:
-        self._endpoint.send(
-            session, NeedMedia(sha256)
-        )  # unsent: the session has ended, we shall be told
+        self._endpoint.send(session, NeedMedia(sha256))  # unsent: the session has ended, we shall be told
 
     def _media_news(self, job: JobKey, news: Progress | Arrived | Refused) -> None:
         match news:
@@ -195,9 +193,7 @@ class DedupCoordinator(Actor[Mail]):
             case Arrived():
                 self._jobs.feed(job, jobs.MediaArrived())
             case Refused():
-                self._jobs.feed(
-                    job, jobs.MediaFailed(news.sender, news.error.as_value())
-                )
+                self._jobs.feed(job, jobs.MediaFailed(news.sender, news.error.as_value()))
 
     def _perform(self, job: JobKey, effects: tuple[Effect, ...]) -> None:
         about = self._about.get(job)
@@ -209,9 +205,7 @@ class DedupCoordinator(Actor[Mail]):
         for effect in effects:
             match effect:
                 case jobs.FetchMedia():
-                    self._media.fetch(
-                        job, item.sha256, item.media_nbytes, effect.sender
-                    )
+                    self._media.fetch(job, item.sha256, item.media_nbytes, effect.sender)
                 case jobs.DropMedia():
                     self._media.drop(job, item.sha256)
                 case jobs.AskStaging():
@@ -234,17 +228,13 @@ class DedupCoordinator(Actor[Mail]):
         match effect:
             case jobs.MarkWritten():
                 digest = self._digests.pop(job, None)
-                self.to_buffers.tell(
-                    SourceEvent(effect.staged, sources.Written(), digest)
-                )
+                self.to_buffers.tell(SourceEvent(effect.staged, sources.Written(), digest))
             case jobs.MarkWriteEnded():
                 self._extents.pop(effect.staged, None)
                 self.to_buffers.tell(SourceEvent(effect.staged, sources.WriteEnded()))
             case jobs.ReleaseStaged():
                 self._extents.pop(effect.staged, None)
-                self.to_buffers.tell(
-                    SourceEvent(effect.staged, sources.ReleaseWanted())
-                )
+                self.to_buffers.tell(SourceEvent(effect.staged, sources.ReleaseWanted()))
             case jobs.TellReady():
                 self.to_encode.tell(JobNews(effect.subscriber, effect.staged))
             case jobs.TellEvicted():

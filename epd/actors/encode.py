@@ -123,9 +123,7 @@ class EncodeActor(Actor[Mail]):
         self._item_limits = item_limits
         self._batch_items = batch_items
         self._digest = digest
-        self._parts: MachineTable = runtime.machines(
-            "encoder", machine, machine.Limits(), self._perform
-        )
+        self._parts: MachineTable = runtime.machines("encoder", machine, machine.Limits(), self._perform)
         self._of_session: dict[SessionId, set[Key]] = {}
         self._jobs: dict[Key, dict[int, JobKey]] = {}
         self._queue: OrderedDict[JobKey, ForwardWanted] = OrderedDict()
@@ -183,9 +181,7 @@ class EncodeActor(Actor[Mail]):
                     self._end_batch(message.results)
             case WorkerDied():
                 self._worker_ready = False
-                error = ForwardFailed(
-                    f"the forward worker died: {message.reason}"
-                ).as_value()
+                error = ForwardFailed(f"the forward worker died: {message.reason}").as_value()
                 self._end_batch([ItemResult(error, None)] * len(self._running))
             case WorkerTooSlow():
                 if message.job in self._running:
@@ -217,21 +213,15 @@ class EncodeActor(Actor[Mail]):
             except EpdError as error:
                 refusal = error.as_value(number)
                 break
-        event = machine.RequestReceived(
-            request.attempt, request.items, tuple(specs), deadline_s, refusal
-        )
+        event = machine.RequestReceived(request.attempt, request.items, tuple(specs), deadline_s, refusal)
         self._feed(key, event)
         if self._draining:
             self._feed(key, machine.DrainWanted())
 
     def _plan(self, item: Item, request: EncodeRequest) -> EmbeddingSpec:
-        dtype: DType = (
-            self._encoder.default_dtype if request.dtype == "model" else request.dtype
-        )
+        dtype: DType = self._encoder.default_dtype if request.dtype == "model" else request.dtype
         if len(item.sha256) != 32 or item.media_nbytes < 0:
-            raise MediaInvalid(
-                "the item has no SHA-256 of 32 bytes, or a negative size"
-            )
+            raise MediaInvalid("the item has no SHA-256 of 32 bytes, or a negative size")
         if item.media_nbytes > self._item_limits.media_nbytes:
             raise RequestTooLarge(
                 f"media of {item.media_nbytes} B, an item may have {self._item_limits.media_nbytes} B"
@@ -305,9 +295,7 @@ class EncodeActor(Actor[Mail]):
                         ),
                     )
                 case machine.AttemptEnded():
-                    self.outcomes[effect.outcome] = (
-                        self.outcomes.get(effect.outcome, 0) + 1
-                    )
+                    self.outcomes[effect.outcome] = self.outcomes.get(effect.outcome, 0) + 1
                     if effect.outcome == "received":
                         self.states_seen.update(("rdma-written", "freed"))
                 case _:
@@ -319,35 +307,19 @@ class EncodeActor(Actor[Mail]):
             case machine.Subscribe():
                 job = job_key(effect.described, effect.spec.dtype)
                 self._jobs.setdefault(key, {})[effect.item] = job
-                subscriber = Subscriber(
-                    session, transfer, part, effect.attempt, effect.item
-                )
-                self.to_dedup.tell(
-                    Subscription(job, subscriber, effect.described, effect.spec)
-                )
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_dedup.tell(Subscription(job, subscriber, effect.described, effect.spec))
             case machine.TellGranted():
-                subscriber = Subscriber(
-                    session, transfer, part, effect.attempt, effect.item
-                )
-                self.to_dedup.tell(
-                    SubscriberGranted(self._jobs[key][effect.item], subscriber)
-                )
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_dedup.tell(SubscriberGranted(self._jobs[key][effect.item], subscriber))
             case machine.Unsubscribe():
-                subscriber = Subscriber(
-                    session, transfer, part, effect.attempt, effect.item
-                )
-                self.to_dedup.tell(
-                    SubscriberLeft(self._jobs[key][effect.item], subscriber)
-                )
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
+                self.to_dedup.tell(SubscriberLeft(self._jobs[key][effect.item], subscriber))
             case machine.PinSource():
-                subscriber = Subscriber(
-                    session, transfer, part, effect.attempt, effect.item
-                )
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
                 self.to_buffers.tell(PinAsked(effect.staged, subscriber))
             case machine.UnpinSource():
-                subscriber = Subscriber(
-                    session, transfer, part, effect.attempt, effect.item
-                )
+                subscriber = Subscriber(session, transfer, part, effect.attempt, effect.item)
                 self.to_buffers.tell(UnpinAsked(effect.staged, subscriber))
 
     # -- forwards ----------------------------------------------------------------------------
@@ -392,9 +364,7 @@ class EncodeActor(Actor[Mail]):
 class WorkerMail:
     """The worker's events as mail: called on the loop, handled in the actor's turn."""
 
-    def __init__(
-        self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied], None]
-    ) -> None:
+    def __init__(self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied], None]) -> None:
         self._tell = tell
 
     def worker_ready(self) -> None:

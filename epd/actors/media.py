@@ -73,9 +73,7 @@ class MediaStore(Generic[User]):
     def fetch(self, user: User, sha256: bytes, nbytes: int, sender: SessionId) -> None:
         """Get the media for `user` from `sender`, unless they are here or on their way."""
         if nbytes > self._budget_nbytes:
-            error = RequestTooLarge(
-                f"media of {nbytes} B, the media budget is {self._budget_nbytes} B"
-            )
+            error = RequestTooLarge(f"media of {nbytes} B, the media budget is {self._budget_nbytes} B")
             self._report(user, Refused(sender, error))
             return
         entry = self._entries.get(sha256)
@@ -83,9 +81,7 @@ class MediaStore(Generic[User]):
             entry = self._entries[sha256] = _Entry(sha256, nbytes)
             self._queue.append(sha256)
         elif entry.nbytes != nbytes:
-            error = MediaMismatch(
-                f"media announced with {nbytes} B and with {entry.nbytes} B"
-            )
+            error = MediaMismatch(f"media announced with {nbytes} B and with {entry.nbytes} B")
             self._report(user, Refused(sender, error))
             return
         entry.users[user] = sender
@@ -102,19 +98,13 @@ class MediaStore(Generic[User]):
         if entry is None or user not in entry.users:
             return
         del entry.users[user]
-        gone = (
-            not entry.complete
-            and entry.sender is not None
-            and entry.sender not in entry.users.values()
-        )
+        gone = not entry.complete and entry.sender is not None and entry.sender not in entry.users.values()
         if not entry.users or gone:
             self._forget(entry)
             for (
                 other,
                 session,
-            ) in (
-                entry.users.items()
-            ):  # its sender has left: from the start, of the next
+            ) in entry.users.items():  # its sender has left: from the start, of the next
                 self.fetch(other, sha256, entry.nbytes, session)
             self._ask_next()
 
@@ -125,25 +115,14 @@ class MediaStore(Generic[User]):
 
     def take_chunk(self, session: SessionId, chunk: MediaChunk) -> None:
         entry = self._entries.get(chunk.sha256)
-        if (
-            entry is None
-            or entry.complete
-            or entry.sender != session
-            or entry.buffer is None
-        ):
+        if entry is None or entry.complete or entry.sender != session or entry.buffer is None:
             self.unwanted_chunks += 1
             return
         end = chunk.offset + len(chunk.data)
-        if (
-            chunk.total_nbytes != entry.nbytes
-            or chunk.offset != entry.received_nbytes
-            or end > entry.nbytes
-        ):
+        if chunk.total_nbytes != entry.nbytes or chunk.offset != entry.received_nbytes or end > entry.nbytes:
             self._blame(
                 entry,
-                MediaMismatch(
-                    f"chunk {chunk.offset}..{end} of {entry.nbytes} B announced"
-                ),
+                MediaMismatch(f"chunk {chunk.offset}..{end} of {entry.nbytes} B announced"),
             )
             return
         entry.buffer[chunk.offset : end] = chunk.data
@@ -161,9 +140,7 @@ class MediaStore(Generic[User]):
 
     def session_ended(self, session: SessionId) -> None:
         """What this session was sending starts again from another user's session."""
-        for entry in [
-            e for e in self._entries.values() if e.sender == session and not e.complete
-        ]:
+        for entry in [e for e in self._entries.values() if e.sender == session and not e.complete]:
             self._blame(
                 entry,
                 MediaUnavailable("the session ended while its media were on their way"),
@@ -205,11 +182,7 @@ class MediaStore(Generic[User]):
         sender = entry.sender
         assert sender is not None
         blamed = [user for user, session in entry.users.items() if session == sender]
-        innocent = [
-            (user, session)
-            for user, session in entry.users.items()
-            if session != sender
-        ]
+        innocent = [(user, session) for user, session in entry.users.items() if session != sender]
         self._forget(entry)
         for user, session in innocent:
             self.fetch(user, entry.sha256, entry.nbytes, session)

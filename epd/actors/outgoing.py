@@ -46,9 +46,7 @@ def media_chunks(sha256: bytes, media: bytes | memoryview) -> Iterator[MediaChun
     """The media in chunks of at most 1 MiB; each is a view, cut when it is its turn."""
     view = memoryview(media)
     for offset in range(0, len(view), MEDIA_CHUNK_NBYTES):
-        yield MediaChunk(
-            sha256, offset, len(view), view[offset : offset + MEDIA_CHUNK_NBYTES]
-        )
+        yield MediaChunk(sha256, offset, len(view), view[offset : offset + MEDIA_CHUNK_NBYTES])
 
 
 def row_chunks(request: int, item: int, data: bytes) -> Iterator[Rows]:

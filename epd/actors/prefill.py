@@ -48,9 +48,7 @@ from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
 
-EncoderMessage = (
-    EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye
-)
+EncoderMessage = EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye
 
 
 class SubmitRequest(NamedTuple):
@@ -149,22 +147,16 @@ class _Request:
         "verified",
     )
 
-    def __init__(
-        self, transfer: TransferId, message: SubmitRequest, now_s: float
-    ) -> None:
+    def __init__(self, transfer: TransferId, message: SubmitRequest, now_s: float) -> None:
         self.transfer = transfer
         self.request = message.request
         self.sink = message.sink
         self.started_s = now_s
         self.extents: tuple[Extent, ...] = ()
         self.phases_s: dict[str, float] = {}
-        self.attempts: dict[
-            Part, tuple[SessionId, int]
-        ] = {}  # open attempts and how many items they ask
+        self.attempts: dict[Part, tuple[SessionId, int]] = {}  # open attempts and how many items they ask
         self.sessions: set[str] = set()
-        self.verified: set[int] = (
-            set()
-        )  # items whose read compares the bytes with a digest
+        self.verified: set[int] = set()  # items whose read compares the bytes with a digest
 
 
 class PrefillActor(Actor[Mail]):
@@ -183,9 +175,7 @@ class PrefillActor(Actor[Mail]):
         self._endpoint = endpoint
         self._pool = pool
         self._max_open = max_open_requests
-        self._transfers: MachineTable = runtime.machines(
-            "prefill", machine, limits, self._perform
-        )
+        self._transfers: MachineTable = runtime.machines("prefill", machine, limits, self._perform)
         self._open: dict[TransferId, _Request] = {}
         self._by_id: dict[str, TransferId] = {}
         self._encoders: dict[SessionId, _Encoder] = {}
@@ -231,9 +221,7 @@ class PrefillActor(Actor[Mail]):
     def _encoder_news(self, message: Mail) -> None:
         match message:
             case EncoderOpened():
-                self._encoders[message.session] = _Encoder(
-                    message.session, message.peer
-                )
+                self._encoders[message.session] = _Encoder(message.session, message.peer)
             case PeerAnswer():
                 encoder = self._encoders.get(message.session)
                 if encoder is not None and message.ok:
@@ -255,9 +243,7 @@ class PrefillActor(Actor[Mail]):
             return
         match message:
             case EmbeddingMetadata():
-                sized = t.MetadataReceived(
-                    session, message.part, message.attempt, message.specs
-                )
+                sized = t.MetadataReceived(session, message.part, message.attempt, message.specs)
                 self._feed(message.transfer, sized)
             case ForwardDone():
                 ready = t.SourcesReady(
@@ -271,9 +257,7 @@ class PrefillActor(Actor[Mail]):
                 )
                 self._feed(message.transfer, ready)
             case Failed():
-                error = ErrorValue(
-                    message.code, message.retryable, message.reason, message.item
-                )
+                error = ErrorValue(message.code, message.retryable, message.reason, message.item)
                 self._feed(
                     message.transfer,
                     t.AttemptFailed(session, message.part, message.attempt, error),
@@ -281,9 +265,7 @@ class PrefillActor(Actor[Mail]):
             case NeedMedia():
                 self._send_media(session, message.sha256)
             case Regions():
-                self.to_transfer.tell(
-                    PeerAnnounced(session, encoder.peer.segment, message.regions)
-                )
+                self.to_transfer.tell(PeerAnnounced(session, encoder.peer.segment, message.regions))
             case Goodbye():
                 encoder.draining = True
 
@@ -295,9 +277,7 @@ class PrefillActor(Actor[Mail]):
         if self._draining:
             refusal = Draining("this prefill node drains")
         elif len(self._open) >= self._max_open:
-            refusal = Busy(
-                f"{len(self._open)} requests are open, the bound is {self._max_open}"
-            )
+            refusal = Busy(f"{len(self._open)} requests are open, the bound is {self._max_open}")
         elif request.request_id in self._by_id:
             refusal = Busy(f"a request named {request.request_id!r} is open already")
         elif not request.items:
@@ -331,9 +311,15 @@ class PrefillActor(Actor[Mail]):
 
     def _feed(self, transfer: TransferId, event: Event) -> None:
         self._transfers.feed(transfer, event)
+        open_request = self._open.get(transfer)
+        if open_request is not None:
+            self._note_state(open_request)
 
     def _note_state(self, open_request: _Request) -> None:
-        name = machine.state_name(self._transfers.state(open_request.transfer))
+        state = self._transfers.state(open_request.transfer)
+        name = machine.state_name(state)
+        if isinstance(state, t.New):  # ended, so the table has forgotten it
+            name = "freed" if "rdma-written" in open_request.phases_s else "failed"
         if name not in open_request.phases_s:
             open_request.phases_s[name] = self._clock.now_s()
             self.states_seen.add(name)
@@ -350,12 +336,7 @@ class PrefillActor(Actor[Mail]):
         self._note_state(open_request)
         for effect in effects:
             match effect:
-                case (
-                    t.SendEncodeRequest()
-                    | t.SendGrant()
-                    | t.SendReceipt()
-                    | t.SendCancel()
-                ):
+                case t.SendEncodeRequest() | t.SendGrant() | t.SendReceipt() | t.SendCancel():
                     self._send(open_request, effect)
                 case t.StartRead():
                     if effect.digest is not None:
@@ -375,10 +356,8 @@ class PrefillActor(Actor[Mail]):
                 case t.FailRequest():
                     self._fail(open_request, effect.error)
                 case t.WarnUnconsumed():
-                    _log.warning(
-                        "delivery not consumed", request=open_request.request.request_id
-                    )
-        if isinstance(self._transfers.state(transfer), t.Ended | t.New):
+                    _log.warning("delivery not consumed", request=open_request.request.request_id)
+        if isinstance(self._transfers.state(transfer), t.New):
             self._forget(open_request)
 
     def _send(
@@ -391,9 +370,7 @@ class PrefillActor(Actor[Mail]):
             case t.SendEncodeRequest():
                 self._close_attempt(open_request, part)
                 self._open_attempt(open_request, part, session, len(effect.items))
-                remaining_ms = max(
-                    1, int((effect.deadline_s - self._clock.now_s()) * 1000)
-                )
+                remaining_ms = max(1, int((effect.deadline_s - self._clock.now_s()) * 1000))
                 request = EncodeRequest(
                     transfer,
                     part,
@@ -405,9 +382,7 @@ class PrefillActor(Actor[Mail]):
                 )
                 self._endpoint.send(session, request)
             case t.SendGrant():
-                self._endpoint.send(
-                    session, BufferGrant(transfer, part, effect.attempt, effect.lease)
-                )
+                self._endpoint.send(session, BufferGrant(transfer, part, effect.attempt, effect.lease))
             case t.SendReceipt():
                 receipt = Receipt(
                     transfer,
@@ -425,9 +400,7 @@ class PrefillActor(Actor[Mail]):
                 self._endpoint.send(session, Cancel(transfer, part, effect.attempt))
                 self._close_attempt(open_request, part)
 
-    def _open_attempt(
-        self, open_request: _Request, part: Part, session: SessionId, items: int
-    ) -> None:
+    def _open_attempt(self, open_request: _Request, part: Part, session: SessionId, items: int) -> None:
         open_request.attempts[part] = (session, items)
         encoder = self._encoders.get(session)
         if encoder is not None:
@@ -440,9 +413,7 @@ class PrefillActor(Actor[Mail]):
         if encoder is not None:
             encoder.open_items -= items
 
-    def _deliver(
-        self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]
-    ) -> None:
+    def _deliver(self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]) -> None:
         self._drop_media(open_request)
         transfer = open_request.transfer
         views = tuple(
@@ -465,9 +436,7 @@ class PrefillActor(Actor[Mail]):
         self._note_outcome(error.code)
         self._log_ended(open_request, error.code)
         error_raised = error_from_value(error)
-        open_request.sink(
-            Delivery(request_id, error=error_raised, phases_s=open_request.phases_s)
-        )
+        open_request.sink(Delivery(request_id, error=error_raised, phases_s=open_request.phases_s))
 
     def _note_outcome(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -484,10 +453,7 @@ class PrefillActor(Actor[Mail]):
         )
 
     def _forget(self, open_request: _Request) -> None:
-        if (
-            open_request.phases_s.get("rdma-written") is not None
-            and "freed" in open_request.phases_s
-        ):
+        if open_request.phases_s.get("rdma-written") is not None and "freed" in open_request.phases_s:
             self._note_outcome("freed")
             self._log_ended(open_request, "freed")
         for part in list(open_request.attempts):
@@ -554,7 +520,5 @@ class PrefillActor(Actor[Mail]):
             "encoders": sum(encoder.usable for encoder in self._encoders.values()),
             "media": len(self._media),
             "outgoing_media": len(self._outgoing),
-            "open_items": sum(
-                encoder.open_items for encoder in self._encoders.values()
-            ),
+            "open_items": sum(encoder.open_items for encoder in self._encoders.values()),
         }

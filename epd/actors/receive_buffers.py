@@ -83,17 +83,13 @@ class _Lease(NamedTuple):
 class ReceiveBuffers(Actor[Mail]):
     """Leases room in one total order; hands reads on; frees what the engine has let go of."""
 
-    def __init__(
-        self, runtime: Runtime, mailbox: Mailbox[Mail], pool: Pool, limits: slots.Limits
-    ) -> None:
+    def __init__(self, runtime: Runtime, mailbox: Mailbox[Mail], pool: Pool, limits: slots.Limits) -> None:
         super().__init__("buffers", mailbox)
         self._pool = pool
         self._waiters: Waiters[TransferId] = Waiters(ageing_s=1.0)
         self._clock = runtime.clock
         self._leases: dict[LeaseId, _Lease] = {}
-        self._slots: MachineTable = runtime.machines(
-            "slots", slots, limits, self._perform
-        )
+        self._slots: MachineTable = runtime.machines("slots", slots, limits, self._perform)
         self._next_lease = 1
         self._next_read = 1
         self.to_prefill: Mailbox[RoomAnswer | ItemRead]
@@ -116,9 +112,7 @@ class ReceiveBuffers(Actor[Mail]):
     def _want_room(self, message: RoomWanted) -> None:
         if not self._pool.fits_empty(message.sizes_nbytes):
             error = too_large(message.sizes_nbytes, self._pool)
-            self.to_prefill.tell(
-                RoomAnswer(message.transfer, None, (), error.as_value())
-            )
+            self.to_prefill.tell(RoomAnswer(message.transfer, None, (), error.as_value()))
             return
         self._waiters.push(message.transfer, message.sizes_nbytes, self._clock.now_s())
         self._admit()
@@ -155,9 +149,7 @@ class ReceiveBuffers(Actor[Mail]):
                     address = self._pool.address(extent)
                     self.to_transfer.tell(ReadOrder(lease, effect.wanted, address))
                 case slots.TellReadEnded():
-                    ended = prefill.ReadEnded(
-                        effect.part, effect.attempt, effect.item, effect.error
-                    )
+                    ended = prefill.ReadEnded(effect.part, effect.attempt, effect.item, effect.error)
                     self.to_prefill.tell(ItemRead(self._leases[lease].transfer, ended))
                 case slots.AbortRead():
                     self.to_transfer.tell(AbortOrder(effect.read))
@@ -166,10 +158,7 @@ class ReceiveBuffers(Actor[Mail]):
                     self._admit()
 
     def counts(self) -> dict[str, int]:
-        quarantined = sum(
-            isinstance(self._slots.state(lease), slots.Quarantined)
-            for lease in self._leases
-        )
+        quarantined = sum(isinstance(self._slots.state(lease), slots.Quarantined) for lease in self._leases)
         return {
             "slots": len(self._leases),
             "quarantined": quarantined,

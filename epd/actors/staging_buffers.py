@@ -105,12 +105,8 @@ class StagingBuffers(Actor[Mail]):
         self._clock = runtime.clock
         self._waiters: Waiters[JobKey] = Waiters(ageing_s=1.0)
         self._nbytes: dict[JobKey, int] = {}
-        self._staged: OrderedDict[LeaseId, _Staged] = (
-            OrderedDict()
-        )  # least recently pinned first
-        self._sources: MachineTable = runtime.machines(
-            "sources", sources, sources.Limits(), self._perform
-        )
+        self._staged: OrderedDict[LeaseId, _Staged] = OrderedDict()  # least recently pinned first
+        self._sources: MachineTable = runtime.machines("sources", sources, sources.Limits(), self._perform)
         self._next_staged = 1
         # Never repeated, not by another incarnation either: a random start and a counter.
         self._next_seal = int.from_bytes(os.urandom(8), "little") | 1
@@ -122,9 +118,7 @@ class StagingBuffers(Actor[Mail]):
             case PinAsked():
                 if message.staged in self._staged:
                     self._staged.move_to_end(message.staged)
-                self._sources.feed(
-                    message.staged, sources.PinWanted(message.subscriber)
-                )
+                self._sources.feed(message.staged, sources.PinWanted(message.subscriber))
             case UnpinAsked():
                 self._sources.feed(message.staged, sources.Unpinned(message.subscriber))
                 self._admit()
@@ -170,15 +164,11 @@ class StagingBuffers(Actor[Mail]):
         staged = LeaseId(self._next_staged)
         self._next_staged += 1
         self._staged[staged] = _Staged(job, extent, self._nbytes.pop(job))
-        self._sources.feed(
-            staged, sources.Reserved(staged, self._draw_seal(), self._draw_seal())
-        )
+        self._sources.feed(staged, sources.Reserved(staged, self._draw_seal(), self._draw_seal()))
         self.to_dedup.tell(StagingAnswer(job, staged, extent))
 
     def _draw_seal(self) -> Seal:
-        self._next_seal = (
-            self._next_seal + 2
-        ) & 0xFFFF_FFFF_FFFF_FFFF  # odd: never zero
+        self._next_seal = (self._next_seal + 2) & 0xFFFF_FFFF_FFFF_FFFF  # odd: never zero
         return Seal(self._next_seal)
 
     def _perform(self, staged: LeaseId, effects: tuple[Effect, ...]) -> None:
@@ -199,12 +189,8 @@ class StagingBuffers(Actor[Mail]):
                 del self._staged[staged]
                 self._pool.give((entry.extent,))
             case sources.TellPinned():
-                source = Source(
-                    entry.extent.region, entry.extent.offset, entry.nbytes, effect.seal
-                )
-                self.to_encode.tell(
-                    PinAnswer(effect.subscriber, staged, source, entry.digest)
-                )
+                source = Source(entry.extent.region, entry.extent.offset, entry.nbytes, effect.seal)
+                self.to_encode.tell(PinAnswer(effect.subscriber, staged, source, entry.digest))
             case sources.TellEvicted():
                 self.to_dedup.tell(StagedEvicted(entry.job, staged))
 
@@ -212,9 +198,7 @@ class StagingBuffers(Actor[Mail]):
         states = [self._sources.state(staged) for staged in self._staged]
         return {
             "staged": len(states),
-            "pins": sum(
-                len(state.pins) for state in states if isinstance(state, sources.Stable)
-            ),
+            "pins": sum(len(state.pins) for state in states if isinstance(state, sources.Stable)),
             "room_waiters": len(self._waiters),
             "pool_free_nbytes": self._pool.free_nbytes,
             "pool_used_nbytes": self._pool.total_nbytes - self._pool.free_nbytes,

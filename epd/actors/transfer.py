@@ -77,9 +77,7 @@ class TransferActor(Actor[Mail]):
                     self._poller.abort(message.read)
             case PeerAnnounced():
                 self._peers.add(message.session)
-                self._poller.open_peer(
-                    message.session, message.segment, message.regions
-                )
+                self._poller.open_peer(message.session, message.segment, message.regions)
             case PeerGone():
                 if message.session in self._peers:
                     self._peers.discard(message.session)
@@ -112,9 +110,7 @@ class TransferActor(Actor[Mail]):
                 self.outcomes[result.outcome] = self.outcomes.get(result.outcome, 0) + 1
                 self.read_nbytes += result.nbytes
                 self.read_s += result.seconds
-                self.to_buffers.tell(
-                    ReadNews(lease, slots.ReadTerminal(result.read, result.outcome))
-                )
+                self.to_buffers.tell(ReadNews(lease, slots.ReadTerminal(result.read, result.outcome)))
             case PeerOpened():
                 if result.session not in self._peers:
                     return
@@ -124,9 +120,7 @@ class TransferActor(Actor[Mail]):
                         session=result.session,
                         reason=result.reason,
                     )
-                self.to_prefill.tell(
-                    PeerAnswer(result.session, result.ok, result.reason)
-                )
+                self.to_prefill.tell(PeerAnswer(result.session, result.ok, result.reason))
 
     def counts(self) -> dict[str, int]:
         return {"reads": len(self._reads), "segments": len(self._peers)}

@@ -25,7 +25,14 @@ class Runtime:
         self._tables.append(table)
         return table
 
-    def record(self, kind: str, key: Hashable, event: Any, now_s: float, effects: tuple[Effect, ...]) -> None:
+    def record(
+        self,
+        kind: str,
+        key: Hashable,
+        event: Any,
+        now_s: float,
+        effects: tuple[Effect, ...],
+    ) -> None:
         """A step that was made elsewhere (the poller's thread)."""
         if self.recorder is not None:
             self.recorder.record(kind, key, event, now_s, effects)
