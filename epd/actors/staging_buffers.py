@@ -194,6 +194,10 @@ class StagingBuffers(Actor[Mail]):
             case sources.TellEvicted():
                 self.to_dedup.tell(StagedEvicted(entry.job, staged))
 
+    def staged(self) -> list[tuple[Extent, int]]:
+        """Extent and payload size of every staged slot."""
+        return [(entry.extent, entry.nbytes) for entry in self._staged.values()]
+
     def counts(self) -> dict[str, int]:
         states = [self._sources.state(staged) for staged in self._staged]
         return {

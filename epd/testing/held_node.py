@@ -1,0 +1,103 @@
+"""An encoder node in a process of its own with named hold points; for tests, never for operators.
+
+    python -m epd.testing.held_node FD [epd-node's TOML file]
+
+FD is an inherited SOCK_SEQPACKET socket that carries JSON objects. To the node: `{"hold": NAME}`,
+`{"release": NAME}`, `{"reuse": true}` (misbehave: overwrite every staged result and its seal). From
+the node: `{"ready": {...}}`, `{"reached": NAME}`, `{"reused": N}`.
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import sys
+from typing import Any
+
+import uvloop
+
+from epd.actors.staging_buffers import SEAL, seal_offset
+from epd.config import Config, load_config
+from epd.encoders.base import Encoder, MediaItem
+from epd.encoders.registry import load_encoder
+from epd.forward.process import ProcessWorker
+from epd.node import EncoderNode
+from epd.protocol.messages import DType, EmbeddingSpec, Probe
+from epd.testing.hold_points import HeldWorker, HoldPoints
+
+
+class HeldEncoder:
+    """Plans wait while `plan` is held: the node has the request and has not answered."""
+
+    def __init__(self, inner: Encoder, points: HoldPoints) -> None:
+        self._inner = inner
+        self._points = points
+        self.name = inner.name
+        self.fingerprint = inner.fingerprint
+        self.default_dtype: DType = inner.default_dtype
+
+    def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
+        self._points.pass_by("plan")
+        return self._inner.plan(probe, dtype)
+
+    def load(self, num_threads: int) -> None:
+        self._inner.load(num_threads)
+
+    def preprocess(self, item: MediaItem) -> Any:
+        return self._inner.preprocess(item)
+
+    def forward(self, batch: list[Any]) -> Any:
+        return self._inner.forward(batch)
+
+
+def reuse_early(node: EncoderNode) -> int:
+    """What an encoder must never do: give every staged slot to somebody else, pinned or not."""
+    staged = node.buffers.staged()
+    for extent, nbytes in staged:
+        view = node.pool.view(extent)
+        SEAL.pack_into(view, seal_offset(nbytes), secrets.randbits(64) | 1)
+        view[:nbytes] = b"\xee" * nbytes
+    return len(staged)
+
+
+async def serve(control: socket.socket, config: Config) -> None:
+    """Run the node until the other end of `control` closes."""
+    loop = asyncio.get_running_loop()
+    closed = loop.create_future()
+
+    def say(message: dict[str, Any]) -> None:
+        control.send(json.dumps(message).encode())
+
+    points = HoldPoints(lambda name: say({"reached": name}))
+    worker = HeldWorker(ProcessWorker(config.model, config.worker_threads()), points)
+    encoder = HeldEncoder(load_encoder(config.model), points)
+    async with EncoderNode(config, encoder=encoder, worker=worker) as node:
+
+        def obey() -> None:
+            """In a thread: the loop itself may be waiting at a hold point."""
+            while data := control.recv(65536):
+                match json.loads(data):
+                    case {"hold": str(name)}:
+                        points.hold(name)
+                        say({"held": name})
+                    case {"release": str(name)}:
+                        points.release(name)
+                        loop.call_soon_threadsafe(worker.resume)
+                    case {"reuse": True}:
+                        loop.call_soon_threadsafe(lambda: say({"reused": reuse_early(node)}))
+            loop.call_soon_threadsafe(closed.set_result, None)
+
+        say({"ready": {"listen": node.listen, "node": node.node_id, "data_plane": node.data_plane}})
+        obeying = loop.run_in_executor(None, obey)
+        await closed
+        await obeying
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    config = load_config(sys.argv[2] if len(sys.argv) > 2 else None, {"role": "encoder"})
+    uvloop.run(serve(control, config))
+
+
+if __name__ == "__main__":
+    main()
