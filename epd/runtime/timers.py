@@ -54,8 +54,8 @@ class Timers:
     """All timers of a node; to be used from its loop only.
 
     `call_at` must use the clock's seconds (`loop.call_at` and `MonotonicClock` do on Linux).
-    A callback that raises goes to `on_error` (a supervisor's `fail`); without one it is raised
-    into the loop. Neither loses the other timers.
+    A callback that raises goes to `on_error` (set it to a supervisor's `fail`); without one it is
+    raised into the loop. Neither loses the other timers.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Timers:
     ) -> None:
         self._clock = clock
         self._call_at = call_at
-        self._on_error = on_error
+        self.on_error = on_error
         self._heap: list[tuple[float, int, TimerHandle]] = []
         self._sequence = 0
         self._live = 0
@@ -90,6 +90,10 @@ class Timers:
         if not self._firing and (self._armed is None or deadline_s < self._armed_s):
             self._arm(deadline_s)
         return handle
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> TimerHandle:
+        """Call `callback` once, `seconds` from now."""
+        return self.at(self._clock.now_s() + seconds, callback)
 
     def close(self) -> None:
         """Cancel everything; nothing of this object stays in the loop."""
@@ -139,13 +143,13 @@ class Timers:
             self._arm_next(now_s)
 
     def _call(self, callback: Callable[[], None]) -> None:
-        if self._on_error is None:
+        if self.on_error is None:
             callback()
             return
         try:
             callback()
         except Exception as error:
-            self._on_error(error)
+            self.on_error(error)
 
     def _arm_next(self, now_s: float) -> None:
         heap = self._heap
