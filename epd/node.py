@@ -24,9 +24,11 @@ from epd.dataplane.poller import ReadPoller
 from epd.dataplane.select import open_plane
 from epd.encoders.base import Encoder
 from epd.encoders.registry import load_encoder
-from epd.forward.process import ForwardWorker, ProcessWorker
+from epd.forward.base import ForwardWorker
+from epd.forward.process import ProcessWorker
 from epd.memory.pool import Pool
 from epd.protocol import jobs, slots
+from epd.protocol.errors import Busy
 from epd.protocol.ids import Incarnation, NodeId, SessionId
 from epd.protocol.messages import (
     AnyMessage,
@@ -75,16 +77,12 @@ class Node(ABC):
 
     role: ClassVar[Role]
 
-    def __init__(
-        self, config: Config, *, open_plane_with: PlaneFactory | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, open_plane_with: PlaneFactory | None = None) -> None:
         self.config = config
         self.incarnation = Incarnation(secrets.randbits(64))
         self.node_id = NodeId(config.node or "")
         self.listen = ""
-        self._open_plane = open_plane_with or (
-            lambda: open_plane(config.data_plane, "127.0.0.1")
-        )
+        self._open_plane = open_plane_with or (lambda: open_plane(config.data_plane, "127.0.0.1"))
         self._exit = contextlib.AsyncExitStack()
         self._actors: list[Actor[Any]] = []
         self._client_sessions: set[SessionId] = set()
@@ -136,9 +134,7 @@ class Node(ABC):
             port = self.listen.rpartition(":")[2]
             self.node_id = NodeId(f"{self.role}-{platform.node()}-{port}")
         if self.config.trace is not None:
-            recorder = Recorder(
-                self.config.trace, self.node_id, self.role, self.incarnation, timers
-            )
+            recorder = Recorder(self.config.trace, self.node_id, self.role, self.incarnation, timers)
             stack.callback(recorder.close)
             self.runtime.recorder = self.endpoint.recorder = recorder
         await self._build(stack)
@@ -227,9 +223,7 @@ class Node(ABC):
         else:
             self._peer_opened(session, peer)
 
-    def session_ended(
-        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
-    ) -> None:
+    def session_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         if session in self._client_sessions:
             self._client_sessions.discard(session)
             self.clients.mailbox.tell(clients.ClientGone(session))
@@ -239,9 +233,7 @@ class Node(ABC):
     def messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
         if session in self._client_sessions:
             for message in messages:
-                if isinstance(
-                    message, Submit | MediaChunk | MediaMissing | InventoryRequest
-                ):
+                if isinstance(message, Submit | MediaChunk | MediaMissing | InventoryRequest):
                     self.clients.mailbox.tell(clients.FromClient(session, message))
         else:
             self._peer_messages(session, messages)
@@ -262,14 +254,10 @@ class Node(ABC):
     def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None: ...
 
     @abstractmethod
-    def _peer_ended(
-        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
-    ) -> None: ...
+    def _peer_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None: ...
 
     @abstractmethod
-    def _peer_messages(
-        self, session: SessionId, messages: Sequence[AnyMessage]
-    ) -> None: ...
+    def _peer_messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None: ...
 
     @abstractmethod
     def _peer_writable(self, session: SessionId) -> None: ...
@@ -321,20 +309,19 @@ class PrefillNode(Node):
         self._actors += [self.buffers, self.transfer, self.prefill]
         self._add_clients(self.prefill.mailbox)
         self._model = ""
-        links = Links(
-            self.endpoint, config.encoders, self.runtime.timers, self.runtime.clock
-        )
+        links = Links(self.endpoint, config.encoders, self.runtime.timers, self.runtime.clock)
         self._links = links
         links.start()
         stack.callback(links.stop)
 
     # -- for the caller ----------------------------------------------------------------------
 
-    def submit(
-        self, request: EmbeddingRequest, sink: Callable[[Delivery], None]
-    ) -> None:
+    def submit(self, request: EmbeddingRequest, sink: Callable[[Delivery], None]) -> None:
         """`sink` is called once, in the loop's thread, with the delivery or the error."""
-        self.prefill.mailbox.tell(prefill.SubmitRequest(request, sink))
+        try:
+            self.prefill.mailbox.tell(prefill.SubmitRequest(request, sink))
+        except Busy as error:
+            sink(Delivery(request.request_id, error=error))
 
     async def encode(self, request: EmbeddingRequest) -> Delivery:
         """Wait for one request. Raises its error; release the delivery when done."""
@@ -371,9 +358,7 @@ class PrefillNode(Node):
         return idle.is_set()
 
     def counts(self) -> dict[str, int]:
-        return self._counts(
-            self.buffers.counts(), self.transfer.counts(), self.prefill.counts()
-        )
+        return self._counts(self.buffers.counts(), self.transfer.counts(), self.prefill.counts())
 
     def _states_seen(self) -> set[str]:
         return self.prefill.states_seen
@@ -392,27 +377,18 @@ class PrefillNode(Node):
         self._links.session_opened(session, peer)
         self.prefill.mailbox.tell(prefill.EncoderOpened(session, peer))
 
-    def _peer_ended(
-        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
-    ) -> None:
+    def _peer_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         self._links.session_ended(session, code, reason)
         self.prefill.mailbox.tell(prefill.EncoderLost(session))
 
     def session_suspect(self, session: SessionId, suspect: bool) -> None:
         self.prefill.mailbox.tell(prefill.EncoderSuspect(session, suspect))
 
-    def _peer_messages(
-        self, session: SessionId, messages: Sequence[AnyMessage]
-    ) -> None:
+    def _peer_messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
         for message in messages:
             if isinstance(
                 message,
-                EmbeddingMetadata
-                | ForwardDone
-                | Failed
-                | NeedMedia
-                | Regions
-                | Goodbye,
+                EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye,
             ):
                 self.prefill.mailbox.tell(prefill.FromEncoder(session, message))
 
@@ -453,9 +429,7 @@ class EncoderNode(Node):
             self.runtime,
             self._mailbox("dedup"),
             self.endpoint,
-            jobs.Limits(
-                timeouts.media_s, timeouts.forward_s, timeouts.dedup_retention_s
-            ),
+            jobs.Limits(timeouts.media_s, timeouts.forward_s, timeouts.dedup_retention_s),
             config.limits.media_nbytes,
         )
         self.encode = encode.EncodeActor(
@@ -464,9 +438,7 @@ class EncoderNode(Node):
             self.endpoint,
             self.encoder,
             self.worker,
-            encode.ItemLimits(
-                config.limits.max_item_media_nbytes, memory.region_nbytes
-            ),
+            encode.ItemLimits(config.limits.max_item_media_nbytes, memory.region_nbytes),
             batch_items=config.worker.batch_items,
             digest=config.verify == "checksum",
         )
@@ -489,9 +461,7 @@ class EncoderNode(Node):
         return idle.is_set()
 
     def counts(self) -> dict[str, int]:
-        return self._counts(
-            self.buffers.counts(), self.dedup.counts(), self.encode.counts()
-        )
+        return self._counts(self.buffers.counts(), self.dedup.counts(), self.encode.counts())
 
     def _states_seen(self) -> set[str]:
         return self.encode.states_seen
@@ -508,18 +478,14 @@ class EncoderNode(Node):
     def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None:
         self.endpoint.send(session, Regions(self.plane.export()))
 
-    def _peer_ended(
-        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
-    ) -> None:
+    def _peer_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         self.encode.mailbox.tell(encode.SessionOver(session))
         self.dedup.mailbox.tell(dedup.SessionOver(session))
 
     def session_suspect(self, session: SessionId, suspect: bool) -> None:
         """A silent prefill node keeps what it has until its session is dead."""
 
-    def _peer_messages(
-        self, session: SessionId, messages: Sequence[AnyMessage]
-    ) -> None:
+    def _peer_messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
         for message in messages:
             if isinstance(message, EncodeRequest | BufferGrant | Receipt | Cancel):
                 self.encode.mailbox.tell(encode.FromPeer(session, message))

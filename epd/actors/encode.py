@@ -20,7 +20,7 @@ from epd.actors.dedup import (
 )
 from epd.actors.staging_buffers import PinAnswer, PinAsked, UnpinAsked, sealed_nbytes
 from epd.encoders.base import Encoder
-from epd.forward.process import ForwardItem, ForwardWorker, ItemResult
+from epd.forward.base import ForwardItem, ForwardWorker, ItemResult
 from epd.protocol import encoder as machine
 from epd.protocol.errors import EpdError, ForwardFailed, MediaInvalid, RequestTooLarge
 from epd.protocol.ids import Part, SessionId, TransferId

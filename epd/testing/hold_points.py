@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
-from epd.forward.process import ForwardItem, ForwardWorker, WorkerEvents
+from epd.forward.base import ForwardItem, ForwardWorker, WorkerEvents
 from epd.memory.region import Region
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import RegionDescriptor
