@@ -231,12 +231,18 @@ class Node(ABC):
             self._peer_ended(session, peer, code, reason)
 
     def messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
-        if session in self._client_sessions:
-            for message in messages:
-                if isinstance(message, Submit | MediaChunk | MediaMissing | InventoryRequest):
-                    self.clients.mailbox.tell(clients.FromClient(session, message))
-        else:
-            self._peer_messages(session, messages)
+        try:
+            if session in self._client_sessions:
+                self._client_messages(session, messages)
+            else:
+                self._peer_messages(session, messages)
+        except Busy as error:  # more than its credits allow: a peer that floods loses its session
+            self.endpoint.close(session, error.code, error.message)
+
+    def _client_messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
+        for message in messages:
+            if isinstance(message, Submit | MediaChunk | MediaMissing | InventoryRequest):
+                self.clients.mailbox.tell(clients.FromClient(session, message))
 
     def media_writable(self, session: SessionId) -> None:
         if session in self._client_sessions:

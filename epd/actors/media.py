@@ -73,8 +73,8 @@ class MediaStore(Generic[User]):
     def fetch(self, user: User, sha256: bytes, nbytes: int, sender: SessionId) -> None:
         """Get the media for `user` from `sender`, unless they are here or on their way."""
         if nbytes > self._budget_nbytes:
-            error = RequestTooLarge(f"media of {nbytes} B, the media budget is {self._budget_nbytes} B")
-            self._report(user, Refused(sender, error))
+            large = RequestTooLarge(f"media of {nbytes} B, the media budget is {self._budget_nbytes} B")
+            self._report(user, Refused(sender, large))
             return
         entry = self._entries.get(sha256)
         if entry is None:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from epd.memory.pool import Extent, Pool
 from epd.memory.waiters import Waiters
-from epd.protocol import prefill, slots
+from epd.protocol import slots
 from epd.protocol.errors import RequestTooLarge
 from epd.protocol.ids import LeaseId, ReadId, TransferId
 from epd.protocol.machine import Effect
 from epd.protocol.messages import ErrorValue
-from epd.protocol.prefill_types import StartRead
+from epd.protocol.prefill_types import ReadEnded, StartRead
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
 from epd.runtime.mailbox import Mailbox
@@ -55,7 +55,7 @@ class ItemRead(NamedTuple):
     """To the PrefillActor: one item's read has ended."""
 
     transfer: TransferId
-    event: prefill.ReadEnded
+    event: ReadEnded
 
 
 class ReadOrder(NamedTuple):
@@ -149,7 +149,7 @@ class ReceiveBuffers(Actor[Mail]):
                     address = self._pool.address(extent)
                     self.to_transfer.tell(ReadOrder(lease, effect.wanted, address))
                 case slots.TellReadEnded():
-                    ended = prefill.ReadEnded(effect.part, effect.attempt, effect.item, effect.error)
+                    ended = ReadEnded(effect.part, effect.attempt, effect.item, effect.error)
                     self.to_prefill.tell(ItemRead(self._leases[lease].transfer, ended))
                 case slots.AbortRead():
                     self.to_transfer.tell(AbortOrder(effect.read))
