@@ -34,6 +34,8 @@ class Machine(Protocol):
 class StepRecorder(Protocol):
     """Takes one record per step; `epd.runtime.recorder.Recorder`, or a test's list."""
 
+    def declare(self, kind: str, limits: Any) -> None: ...
+
     def record(
         self,
         kind: str,
@@ -91,7 +93,8 @@ class MachineTable:
         self._limits = limits
         self._clock = clock
         self._timers = timers
-        self._recorder = recorder
+        self._recorder: StepRecorder | None = None
+        self.recorder = recorder
         self._perform = perform
         self._entries: dict[Hashable, _Entry] = {}
         self._waiting: deque[tuple[Hashable, Event]] = deque()
@@ -99,6 +102,17 @@ class MachineTable:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Takes every step from now on. Set it before the first one: a replay starts from `INITIAL`."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: StepRecorder | None) -> None:
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.declare(self.kind, self._limits)
 
     def keys(self) -> tuple[Hashable, ...]:
         """Keys that have an entry, oldest first; a copy."""

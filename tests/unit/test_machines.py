@@ -18,9 +18,13 @@ class House:
         self.clock = VirtualClock()
         self.timers = Timers(self.clock, self.clock.call_at)
         self.performed: list[tuple[Hashable, Effect]] = []
+        self.declared: list[tuple[str, object]] = []
         self.recorded: list[tuple[str, Hashable, Event, float, tuple[Effect, ...]]] = []
         self.on_effect: Callable[[Hashable, Effect], None] = lambda key, effect: None
         self.doors = MachineTable("door", door, door.Limits(), self.clock, self.timers, self, self._perform)
+
+    def declare(self, kind: str, limits: object) -> None:
+        self.declared.append((kind, limits))
 
     def record(
         self, kind: str, key: Hashable, event: Event, now_s: float, effects: tuple[Effect, ...]
@@ -41,6 +45,7 @@ def house() -> House:
 def test_a_step_is_recorded_stored_and_performed(house: House) -> None:
     house.doors.feed(KEY, door.Opened("ann"))
     effects = (door.Ring("ann"), door.Light(True))
+    assert house.declared == [("door", door.Limits())]
     assert house.recorded == [("door", KEY, door.Opened("ann"), 1000.0, effects)]
     assert house.performed == [(KEY, effects[0]), (KEY, effects[1])]
     assert house.doors.state(KEY) == door.Open(1005.0)

@@ -179,7 +179,7 @@ def test_a_burst_from_a_thread_wakes_the_loop_once() -> None:
         wakes = 0
 
         def call_soon_threadsafe(
-            self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
+            self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
         ) -> asyncio.Handle:
             self.wakes += 1
             return super().call_soon_threadsafe(callback, *args, context=context)

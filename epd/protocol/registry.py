@@ -1,0 +1,66 @@
+"""All machines by kind: what a trace needs to be read and replayed."""
+
+from collections.abc import Callable, Mapping
+from types import GenericAlias
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from epd.protocol import encoder, jobs, prefill, reads, slots, sources
+from epd.protocol.machine import Effect, Event, Step
+
+
+class MachineModule(Protocol):
+    """What a module of the protocol exports to be a machine."""
+
+    @property
+    def INITIAL(self) -> Any: ...  # noqa: N802 - the names of the module
+
+    @property
+    def AnyEvent(self) -> Any: ...  # noqa: N802
+
+    @property
+    def AnyEffect(self) -> Any: ...  # noqa: N802
+
+    @property
+    def Limits(self) -> type[msgspec.Struct]: ...  # noqa: N802
+
+    @property
+    def step(self) -> Callable[[Any, Any, float, Any], Step]: ...
+
+
+class MachineSpec:
+    """One machine module and the types of what it takes and gives.
+
+    The decoders raise `msgspec.MsgspecError`.
+    """
+
+    def __init__(self, module: MachineModule) -> None:
+        self.module = module
+        self.event_type: Any = module.AnyEvent
+        self.effect_type: Any = module.AnyEffect
+        self.limits_type: type[msgspec.Struct] = module.Limits
+        self._events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(self.event_type)
+        effects_type: Any = GenericAlias(tuple, (self.effect_type, ...))
+        self._effects: msgspec.msgpack.Decoder[tuple[Effect, ...]] = msgspec.msgpack.Decoder(effects_type)
+        self._limits = msgspec.msgpack.Decoder(self.limits_type)
+
+    def decode_event(self, raw: bytes | msgspec.Raw) -> Event:
+        return self._events.decode(raw)
+
+    def decode_effects(self, raw: bytes | msgspec.Raw) -> tuple[Effect, ...]:
+        return self._effects.decode(raw)
+
+    def decode_limits(self, raw: bytes | msgspec.Raw) -> msgspec.Struct:
+        return self._limits.decode(raw)
+
+
+MACHINES: Final[Mapping[str, MachineSpec]] = {
+    "encoder": MachineSpec(encoder),
+    "jobs": MachineSpec(jobs),
+    "prefill": MachineSpec(prefill),
+    "reads": MachineSpec(reads),
+    "slots": MachineSpec(slots),
+    "sources": MachineSpec(sources),
+}
+"""By the kind under which the runtime hosts and records them."""
