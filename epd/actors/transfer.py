@@ -7,6 +7,7 @@ import structlog
 from epd.actors.receive_buffers import AbortOrder, ReadNews, ReadOrder
 from epd.dataplane.poller import (
     PeerOpened,
+    PollerFailed,
     ReadDone,
     ReadPoller,
     ReadPosted,
@@ -14,6 +15,7 @@ from epd.dataplane.poller import (
     ReadResult,
 )
 from epd.protocol import slots
+from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import LeaseId, ReadId, SessionId
 from epd.protocol.messages import RegionDescriptor
 from epd.runtime.actor import Actor
@@ -111,6 +113,8 @@ class TransferActor(Actor[Mail]):
                 self.read_nbytes += result.nbytes
                 self.read_s += result.seconds
                 self.to_buffers.tell(ReadNews(lease, slots.ReadTerminal(result.read, result.outcome)))
+            case PollerFailed():
+                raise DataPlaneError(f"the read poller failed: {result.reason}")
             case PeerOpened():
                 if result.session not in self._peers:
                     return

@@ -3,7 +3,7 @@
 Two processes, one DEALER and one ROUTER, drained from their descriptors; no sessions, no machines, no
 sequence numbers, no memory. `batched`: the messages of one turn go out as one frame.
 
-    python -m epd.bench.bare_exchange encoder        (prints its address, ends with its parent's pipe)
+    python -m epd.bench.bare_exchange        (prints its address, ends with its standard input)
 """
 
 import resource

@@ -3,11 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
 from epd.forward.base import ForwardItem, ForwardWorker, WorkerEvents
 from epd.memory.region import Region
-from epd.protocol.ids import SessionId
-from epd.protocol.messages import RegionDescriptor
 
 
 class HoldPoints:
@@ -89,60 +86,3 @@ class HeldWorker:
     @property
     def pid(self) -> int | None:
         return self._inner.pid
-
-
-class HeldPlane:
-    """A data plane whose reads wait while held: `read` before a read's first piece, `piece` before a
-    later one, `terminal` before a posted piece is reported as ended."""
-
-    def __init__(self, inner: DataPlane, points: HoldPoints) -> None:
-        self._inner = inner
-        self._points = points
-        self._posted = 0
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def segment(self) -> str:
-        return self._inner.segment
-
-    def allocate(self, count: int, region_nbytes: int, *, exported: bool) -> list[Region]:
-        return self._inner.allocate(count, region_nbytes, exported=exported)
-
-    def export(self) -> tuple[RegionDescriptor, ...]:
-        return self._inner.export()
-
-    def open_peer(self, session: SessionId, segment: str, regions: Sequence[RegionDescriptor]) -> ReadState:
-        return self._inner.open_peer(session, segment, regions)
-
-    def close_peer(self, session: SessionId) -> None:
-        self._inner.close_peer(session)
-
-    def post(self, session: SessionId, piece: Piece) -> Posted | ReadState:
-        self._points.pass_by("piece" if self._posted else "read")
-        self._posted += 1
-        return self._inner.post(session, piece)
-
-    def poll(self, ticket: int) -> ReadState:
-        if self._points.is_held("terminal"):
-            self._points.tell_reached("terminal")
-            return ReadState.UNKNOWN
-        state = self._inner.poll(ticket)
-        if state is not ReadState.UNKNOWN:
-            self._posted -= 1
-        return state
-
-    def read_now(self, session: SessionId, piece: Piece) -> ReadState:
-        self._points.pass_by("read")
-        return self._inner.read_now(session, piece)
-
-    def abort(self, session: SessionId) -> None:
-        self._inner.abort(session)
-
-    def registrations(self) -> int:
-        return self._inner.registrations()
-
-    def close(self) -> None:
-        self._inner.close()

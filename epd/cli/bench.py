@@ -1,0 +1,67 @@
+"""`epd bench SCENARIO`: figures beside a reference of the same run."""
+
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import click
+import uvloop
+
+from epd.bench import throughput, transfer
+from epd.bench.report import Row, machine
+from epd.dataplane.select import open_plane
+from epd.protocol.errors import DataPlaneError
+
+Scenario = Callable[..., Awaitable[list[Row]]]
+SCENARIOS: dict[str, Scenario] = {"transfer": transfer.run, "throughput": throughput.run}
+
+
+@click.command("bench")
+@click.argument("scenario", type=click.Choice(sorted(SCENARIOS)))
+@click.option("--quick", is_flag=True, help="Fewer sizes, rounds and repetitions.")
+@click.option(
+    "--data-plane",
+    type=click.Choice(["auto", "mooncake", "shm"]),
+    default="auto",
+    help="Default: every plane that works here.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def bench_command(scenario: str, quick: bool, data_plane: str, as_json: bool) -> None:
+    """Measure SCENARIO: `transfer` (latency) or `throughput` (zero-byte transfers)."""
+    rows = uvloop.run(_run(SCENARIOS[scenario], _planes(data_plane), quick))
+    report = {"scenario": scenario, "rows": [row.as_json() for row in rows], "machine": machine()}
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        _print(report)
+
+
+async def _run(scenario: Scenario, data_planes: list[str], quick: bool) -> list[Row]:
+    return await scenario(data_planes, quick=quick)
+
+
+def _planes(choice: str) -> list[str]:
+    if choice != "auto":
+        return [choice]
+    try:
+        open_plane("mooncake", "127.0.0.1").close()
+    except DataPlaneError as error:
+        click.echo(f"mooncake is not measured: {error.message}", err=True)
+        return ["shm"]
+    return ["mooncake", "shm"]
+
+
+def _print(report: dict[str, Any]) -> None:
+    click.echo(f"{'':44}{'c':>4} {'epd median (min-max)':>30} {'reference':>46} {'ratio':>22}")
+    for row in report["rows"]:
+        reference = row["reference"]
+        click.echo(
+            f"{row['name']:44}{row['concurrency']:>4} {_spread(row['epd']):>30} "
+            f"{reference['name'] + ' ' + _spread(reference):>46} {_spread(row['ratio']):>22}"
+        )
+    click.echo(json.dumps(report["machine"]), file=sys.stderr)
+
+
+def _spread(values: dict[str, Any]) -> str:
+    return f"{values['median']:.3g} ({values['min']:.3g}-{values['max']:.3g})"
