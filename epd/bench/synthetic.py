@@ -84,7 +84,8 @@ async def serve(data_plane: str, regions: int, region_nbytes: int) -> None:
     config = load_config(None, overrides)
     async with EncoderNode(config, encoder=SyntheticEncoder(), worker=InstantWorker()) as node:
         ready = {"listen": node.listen, "data_plane": node.data_plane, "pid": os.getpid()}
-        print(json.dumps(ready), flush=True)
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
