@@ -20,14 +20,14 @@ from epd.actors.receive_buffers import ReceiveBuffers
 from epd.actors.staging_buffers import StagingBuffers
 from epd.config import Config
 from epd.dataplane.base import DataPlane
-from epd.dataplane.poller import ReadPoller
+from epd.dataplane.poller import ReadPoller, Tap
 from epd.dataplane.select import open_plane
 from epd.encoders.base import Encoder
 from epd.encoders.registry import load_encoder
 from epd.forward.base import ForwardWorker
 from epd.forward.process import ProcessWorker
 from epd.memory.pool import Pool
-from epd.protocol import jobs, slots
+from epd.protocol import jobs, reads, slots
 from epd.protocol.errors import Busy
 from epd.protocol.ids import Incarnation, NodeId, SessionId
 from epd.protocol.messages import (
@@ -117,7 +117,8 @@ class Node(ABC):
         self.plane = await asyncio.to_thread(self._open_plane)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
         clock = MonotonicClock()
-        timers = Timers(clock, loop.call_at)
+        supervisor = Supervisor(self._actors)
+        timers = Timers(clock, loop.call_at, supervisor.fail)
         self.runtime = Runtime(clock, timers, None)
         self.endpoint = Endpoint(
             hello=self._hello,
@@ -138,7 +139,6 @@ class Node(ABC):
             stack.callback(recorder.close)
             self.runtime.recorder = self.endpoint.recorder = recorder
         await self._build(stack)
-        supervisor = Supervisor(self._actors)
         self.failure = supervisor.start()
         stack.push_async_callback(supervisor.stop)
 
@@ -293,6 +293,7 @@ class PrefillNode(Node):
             self.plane,
             lambda results: transfer_mailbox.tell(transfer.PollerNews(results)),
             loop,
+            tap=self._tap_reads(),
         )
         stack.push_async_callback(asyncio.to_thread, poller.stop)
         self.transfer = transfer.TransferActor(transfer_mailbox, poller)
@@ -319,6 +320,14 @@ class PrefillNode(Node):
         self._links = links
         links.start()
         stack.callback(links.stop)
+
+    def _tap_reads(self) -> Tap | None:
+        """Steps of the read machines are made in the poller's thread and recorded in the loop's."""
+        recorder = self.runtime.recorder
+        if recorder is None:
+            return None
+        recorder.declare("reads", reads.Limits())
+        return lambda read, event, now_s, effects: recorder.record("reads", read, event, now_s, effects)
 
     # -- for the caller ----------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What every actor of one node shares: time, timers, the recorder, and the hosting of machines."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from epd.protocol.machine import Effect
@@ -24,18 +24,6 @@ class Runtime:
         table = MachineTable(kind, machine, limits, self.clock, self.timers, self.recorder, perform)
         self._tables.append(table)
         return table
-
-    def record(
-        self,
-        kind: str,
-        key: Hashable,
-        event: Any,
-        now_s: float,
-        effects: tuple[Effect, ...],
-    ) -> None:
-        """A step that was made elsewhere (the poller's thread)."""
-        if self.recorder is not None:
-            self.recorder.record(kind, key, event, now_s, effects)
 
     def counts(self) -> dict[str, int]:
         """Live machines by kind, and live timers."""
