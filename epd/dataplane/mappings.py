@@ -50,6 +50,13 @@ class OwnRegion:
             raise DataPlaneError(f"region {self.region} belongs to a data plane that was closed")
         return self._view
 
+    def reopen_read_only(self) -> int:
+        """A new descriptor of this memory through which nobody can map it writable.
+
+        The caller closes it. Raises `OSError`.
+        """
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
     def close(self) -> None:
         """Let go of the memory: unmapped now, or with the last view that a consumer still holds."""
         self._view = None
@@ -87,6 +94,8 @@ def _shared(region: RegionId, nbytes: int) -> OwnRegion:
         # Not by MAP_POPULATE alone: that hides a lack of memory, which is SIGBUS later.
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        # So that who was given it to read cannot open it again to write (root could).
+        os.fchmod(fd, 0o400)
         return OwnRegion(region, mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), fd)
     except BaseException:
         os.close(fd)

@@ -109,7 +109,11 @@ class ShmPlane:
             some = regions[first : first + _FDS_PER_MESSAGE]
             body = _HEAD.pack(len(regions), len(some))
             body += b"".join(_REGION.pack(r.region, r.nbytes) for r in some)
-            socket.send_fds(reader, [body], [r.fd for r in some if r.fd is not None])
+            with contextlib.ExitStack() as stack:
+                fds = [r.reopen_read_only() for r in some]
+                for fd in fds:
+                    stack.callback(os.close, fd)
+                socket.send_fds(reader, [body], fds)
 
     # -- peers -------------------------------------------------------------------------------
 
