@@ -151,6 +151,19 @@ def test_closing_wakes_the_reader(run: Run) -> None:
     run(main())
 
 
+def test_closing_does_not_lose_what_a_thread_told_just_before(run: Run) -> None:
+    async def main() -> None:
+        box: Mailbox[int] = Mailbox("node/actor", 10)
+        reading = asyncio.create_task(box.receive())
+        await turns()
+        box.tell_threadsafe(1)
+        box.close()
+        assert await reading == [1]
+        assert await box.receive() == []
+
+    run(main())
+
+
 def test_threads_tell_without_loss_and_in_their_own_order(run: Run) -> None:
     async def main() -> None:
         box: Mailbox[tuple[int, int]] = Mailbox("node/actor", 10_000)
