@@ -36,12 +36,16 @@ class Vacant(State):
 
 
 class Writing(State):
-    """A forward writes into it, until the worker's own word or death. `unwanted`: free it then."""
+    """A forward writes into it, until the worker's own word or death. `unwanted`: free it then.
+
+    `waiting` want to pin it: they heard of its end before it did.
+    """
 
     staged: LeaseId
     seal: Seal
     next_seal: Seal
     unwanted: bool = False
+    waiting: tuple[Subscriber, ...] = ()
     deadline_s: None = None
     final: ClassVar[bool] = False
 
@@ -136,12 +140,26 @@ def _reserve(_: Vacant, event: Reserved, now_s: float, limits: Limits) -> Step:
 
 def _settle_written(state: Writing, event: Written, now_s: float, limits: Limits) -> Step:
     if state.unwanted:
-        return _free(state)
-    return Step(Stable(state.staged, state.seal, state.next_seal), ())
+        return _give_up(state)
+    told = tuple(TellPinned(state.staged, subscriber, state.seal) for subscriber in state.waiting)
+    return Step(Stable(state.staged, state.seal, state.next_seal, state.waiting), told)
 
 
 def _end_write(state: Writing, event: WriteEnded, now_s: float, limits: Limits) -> Step:
-    return _free(state)
+    return _give_up(state)
+
+
+def _give_up(state: Writing) -> Step:
+    freed = _free(state)
+    return Step(freed.state, (*freed.effects, *map(TellGone, state.waiting)))
+
+
+def _pin_later(state: Writing, event: PinWanted, now_s: float, limits: Limits) -> Step:
+    return Step(replace(state, waiting=_with(state.waiting, event.subscriber)), ())
+
+
+def _unpin_later(state: Writing, event: Unpinned, now_s: float, limits: Limits) -> Step:
+    return Step(replace(state, waiting=_without(state.waiting, event.subscriber)), ())
 
 
 def _release_writing(state: Writing, event: ReleaseWanted, now_s: float, limits: Limits) -> Step:
@@ -151,8 +169,8 @@ def _release_writing(state: Writing, event: ReleaseWanted, now_s: float, limits:
 def _pin(state: Stable, event: PinWanted, now_s: float, limits: Limits) -> Step:
     if state.unwanted:
         return Step(state, (TellGone(event.subscriber),))
-    pins = state.pins if event.subscriber in state.pins else (*state.pins, event.subscriber)
-    return Step(replace(state, pins=pins), (TellPinned(state.staged, event.subscriber, state.seal),))
+    pinned = replace(state, pins=_with(state.pins, event.subscriber))
+    return Step(pinned, (TellPinned(state.staged, event.subscriber, state.seal),))
 
 
 def _pin_gone(state: AnyState, event: PinWanted, now_s: float, limits: Limits) -> Step:
@@ -160,7 +178,7 @@ def _pin_gone(state: AnyState, event: PinWanted, now_s: float, limits: Limits) -
 
 
 def _unpin(state: Stable, event: Unpinned, now_s: float, limits: Limits) -> Step:
-    after = replace(state, pins=tuple(pin for pin in state.pins if pin != event.subscriber))
+    after = replace(state, pins=_without(state.pins, event.subscriber))
     return _free(after) if after.unwanted and not after.pins else Step(after, ())
 
 
@@ -175,6 +193,14 @@ def _release(state: Stable, event: ReleaseWanted, now_s: float, limits: Limits) 
     return Step(replace(state, unwanted=True), ()) if state.pins else _free(state)
 
 
+def _with(pins: tuple[Subscriber, ...], subscriber: Subscriber) -> tuple[Subscriber, ...]:
+    return pins if subscriber in pins else (*pins, subscriber)
+
+
+def _without(pins: tuple[Subscriber, ...], subscriber: Subscriber) -> tuple[Subscriber, ...]:
+    return tuple(pin for pin in pins if pin != subscriber)
+
+
 def _free(state: Writing | Stable) -> Step:
     return Step(Vacant(), (WriteSeal(state.staged, state.next_seal), FreeExtent(state.staged)))
 
@@ -185,7 +211,8 @@ TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {
     (Writing, Written): _settle_written,
     (Writing, WriteEnded): _end_write,
     (Writing, ReleaseWanted): _release_writing,
-    (Writing, PinWanted): _pin_gone,
+    (Writing, PinWanted): _pin_later,
+    (Writing, Unpinned): _unpin_later,
     (Stable, PinWanted): _pin,
     (Stable, Unpinned): _unpin,
     (Stable, EvictWanted): _evict,

@@ -89,9 +89,15 @@ def test_a_forward_without_a_result_frees_its_slot(writing: Bench) -> None:
     assert writing.feed(WriteEnded()) == FREED
 
 
-def test_there_is_nothing_to_pin_before_the_result_is_whole_nor_after_it_was_freed(writing: Bench) -> None:
-    assert writing.feed(PinWanted(A)) == [TellGone(A)]
-    writing.feed(WriteEnded())
+def test_a_pin_that_overtakes_the_end_of_the_forward_is_answered_then(writing: Bench) -> None:
+    assert writing.feed(PinWanted(A), PinWanted(B), PinWanted(A), Unpinned(B)) == []
+    assert writing.feed(Written()) == [TellPinned(STAGED, A, SEAL)]
+    assert writing.feed(EvictWanted()) == [Ignored("EvictWanted")]
+
+
+@pytest.mark.parametrize("end", [[WriteEnded()], [ReleaseWanted(), Written()]])
+def test_there_is_nothing_to_pin_after_a_forward_without_a_result(writing: Bench, end: list[Event]) -> None:
+    assert writing.feed(PinWanted(A), *end) == [*FREED, TellGone(A)]
     assert writing.feed(PinWanted(A)) == [TellGone(A)]
 
 
