@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -137,8 +138,8 @@ class BatchRunner:
             except Exception as error:
                 answers[number] = _failed(error)
         for number, outcome in zip(prepared, self._forward(list(prepared.values())), strict=True):
-            if isinstance(outcome, Exception):
-                answers[number] = _failed(outcome)
+            if isinstance(outcome, m.ItemAnswer):
+                answers[number] = outcome
                 continue
             try:
                 answers[number] = m.ItemAnswer(None, self._store(outcome, group[number], digest=digest))
@@ -147,7 +148,10 @@ class BatchRunner:
         return [answer for answer in answers if answer is not None]
 
     def _forward(self, inputs: list[Any]) -> list[Any]:
-        """A result or an exception per input. Whoever spoils a common forward is found by going alone."""
+        """A result or a failure per input. Whoever spoils a common forward is found by going alone.
+
+        No exception is kept: its frames would keep the media mapped until a garbage collection.
+        """
         if not inputs:
             return []
         try:
@@ -156,7 +160,7 @@ class BatchRunner:
                 raise ForwardFailed(f"{self._encoder.name}: {len(results)} results of {len(inputs)} items")
         except Exception as error:
             if len(inputs) == 1:
-                return [error]
+                return [_failed(error)]
             return [outcome for one in inputs for outcome in self._forward([one])]
         return results
 
@@ -213,7 +217,10 @@ def _failed(error: Exception) -> m.ItemAnswer:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[: m.REASON_CHARACTERS]
+    """The error and the line that raised it: all that is known here of a user's encoder."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    where = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[: m.REASON_CHARACTERS - len(where)] + where
 
 
 if __name__ == "__main__":
