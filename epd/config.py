@@ -1,0 +1,333 @@
+"""Every setting: its key, unit, bound and default; and the queue sizes that follow from them.
+
+A setting comes from a TOML file or from overrides (the command line's), under one dotted key such as
+`timeouts.room_s`. What is wrong is one line: the key, what was given, what is allowed.
+"""
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, inspect
+
+from epd.protocol.errors import ConfigError
+from epd.protocol.wire import MAX_ITEMS_PER_PART
+from epd.runtime.addresses import is_numeric, parse_address
+
+MIB: Final = 1024 * 1024
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Count = Annotated[int, Meta(ge=1, le=65_536)]
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the tables of the file."""
+
+
+class MemoryConfig(_Table, frozen=True, kw_only=True):
+    """One pool: all of it is allocated before the node is ready, nothing afterwards."""
+
+    regions: Annotated[int, Meta(ge=1, le=1024)] = 4
+    region_nbytes: Annotated[int, Meta(ge=4096, le=2**40, multiple_of=4096)] = 64 * MIB
+    """Bytes of each region: the largest item there can be."""
+
+
+class Timeouts(_Table, frozen=True, kw_only=True):
+    """All relative; a request's own deadline caps them all (DESIGN 3.5)."""
+
+    connect_s: Seconds = 5.0
+    """From dialling to `Welcome`."""
+    metadata_s: Seconds = 5.0
+    """From `EncodeRequest` to the sizes."""
+    room_s: Seconds = 30.0
+    """Waiting for room in the receive pool."""
+    consume_warning_s: Seconds = 60.0
+    """A delivery that is not released for so long is reported, never taken away."""
+    read_base_s: Seconds = 5.0
+    """A read of n bytes is aborted after `read_base_s + n / read_min_bandwidth_bytes_per_s`."""
+    read_min_bandwidth_bytes_per_s: Annotated[float, Meta(ge=1_000, le=10**13)] = 50e6
+    media_s: Seconds = 30.0
+    """Media of an item without progress."""
+    forward_s: Seconds = 120.0
+    """One forward, from its start."""
+    dedup_retention_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
+    """How long a finished result that nobody waits for is kept."""
+    heartbeat_s: Seconds = 1.0
+    suspect_after_s: Seconds = 2.0
+    """Without any frame for so long a peer gets no new work."""
+    dead_after_s: Seconds = 10.0
+    """Without any frame for so long a session ends."""
+
+
+class WorkerConfig(_Table, frozen=True, kw_only=True):
+    """The forward worker of an encoder."""
+
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    """Of one forward; None: see `Config.worker_threads`."""
+    batch_items: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Items of one forward. Rows differ bitwise between batch sizes."""
+
+
+class Limits(_Table, frozen=True, kw_only=True):
+    media_nbytes: Annotated[int, Meta(ge=1, le=2**40)] = 256 * MIB
+    """Media bytes a node holds at once, received or asked for."""
+    max_item_media_nbytes: Annotated[int, Meta(ge=1, le=2**32)] = 64 * MIB
+    """Media bytes of one item."""
+    max_peers: Annotated[int, Meta(ge=1, le=8_192)] = 64
+    """Sessions at once, clients included."""
+    max_attempts: Annotated[int, Meta(ge=1, le=1_000)] = 8
+    """Of one part of a request, within the request's deadline."""
+    max_open_requests: Count = 4_096
+    """Further ones are refused with `busy`."""
+
+
+class Config(_Table, frozen=True, kw_only=True):
+    """What a node is started with. `load_config` makes one; rules between keys hold only there."""
+
+    role: Literal["encoder", "prefill"]
+    node: str | None = None
+    """For people, in logs and traces; None: `ROLE-HOST-PORT`."""
+    listen: str = "tcp://127.0.0.1:0"
+    """The control lane, `tcp://HOST:PORT`; port 0: the system chooses. Loopback only."""
+    media_listen: str = "tcp://127.0.0.1:0"
+    """The media lane; peers are told. Loopback only."""
+    encoders: tuple[str, ...] = ()
+    """Whom a prefill node dials."""
+    data_plane: Literal["auto", "mooncake", "shm"] = "auto"
+    """`auto`: Mooncake where it imports and initialises, else shm."""
+    model: Annotated[str, Meta(min_length=1)] = "builtin:qwen2-vl"
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda:N`; only the CPU is supported by this version."""
+    trace: str | None = None
+    """A file for one record per step of every machine; one that is there is replaced."""
+    log_format: Literal["auto", "json", "console"] = "auto"
+    """`auto`: console on a terminal, JSON elsewhere. Logs go to stderr."""
+    verify: Literal["off", "seal", "checksum"] = "seal"
+    """What proves that a read is whole: nothing, the source's seal, the seal and a digest."""
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 25.0
+    """After SIGTERM running transfers have so long to finish."""
+    pool: MemoryConfig = MemoryConfig()
+    """What a prefill node receives into."""
+    staging: MemoryConfig = MemoryConfig()
+    """Where an encoder node keeps results until they are read."""
+    timeouts: Timeouts = Timeouts()
+    worker: WorkerConfig = WorkerConfig()
+    limits: Limits = Limits()
+
+    def worker_threads(self) -> int:
+        """Threads of one forward: as configured, or half of the processors this process may use. The
+        other half is for the node itself and for the other nodes of this host."""
+        return self.worker.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+
+    def mailbox_bound(self) -> int:
+        """Messages that one mailbox may hold. None of what is summed here waits for anything else, so
+        a mailbox that is full means that its actor has stopped."""
+        per_request = (
+            2  # submitted; cancelled
+            + 2  # taken; released
+            + 3  # room wanted; given or refused; wanted no more
+        )
+        per_part = (
+            2  # one attempt is open at a time: requested; its sizes or its failure
+            + 1  # granted
+            + 1  # cancelled, at the same time
+        )
+        per_item = (
+            1  # ready to be read (encoder: read)
+            + 2  # read posted; read ended
+            + 1  # read to be aborted
+        )
+        # A request is counted as one part that is full; an encoder's open parts are counted the same way.
+        per_full_request = per_request + per_part + MAX_ITEMS_PER_PART * per_item
+        per_session = 3  # opened; draining; ended
+        return self.limits.max_open_requests * per_full_request + self.limits.max_peers * per_session
+
+
+# -- loading ---------------------------------------------------------------------------------
+
+
+def load_config(toml_path: str | os.PathLike[str] | None, overrides: Mapping[str, Any]) -> Config:
+    """Settings of a file, if any, with `overrides` (dotted keys to values; None: not given) on top.
+
+    Raises `ConfigError` for the first key that is wrong: `key`, `given` and `allowed` are its facts.
+    """
+    given: dict[str, Any] = {}
+    if toml_path is not None:
+        _flatten(_read_toml(toml_path), "", given)
+    given.update({key: value for key, value in overrides.items() if value is not None})
+    for key, value in given.items():
+        given[key] = _convert(key, value)
+    if "role" not in given:
+        raise _wrong("role", "nothing", _KEYS["role"].allowed)
+    config = _build(given)
+    for rule in _RULES:
+        rule(config)
+    return config
+
+
+class _Key(msgspec.Struct, frozen=True):
+    type: Any
+    allowed: str
+
+
+def _keys_of(table: type[_Table], prefix: str) -> dict[str, _Key]:
+    keys = {}
+    for field in msgspec.structs.fields(table):
+        name = prefix + field.name
+        if isinstance(field.type, type) and issubclass(field.type, _Table):
+            keys.update(_keys_of(field.type, f"{name}."))
+        else:
+            keys[name] = _Key(field.type, _describe(inspect.type_info(field.type)))
+    return keys
+
+
+def _describe(info: inspect.Type) -> str:
+    """A type's values in words."""
+    match info:
+        case inspect.LiteralType(values):
+            return " or ".join(map(repr, values))
+        case inspect.UnionType(types):
+            return " or ".join(_describe(one) for one in types if not isinstance(one, inspect.NoneType))
+        case inspect.IntType() | inspect.FloatType():
+            low = f"from {info.ge:_}" if info.ge is not None else f"above {info.gt:_}"
+            multiple = f", a multiple of {info.multiple_of:_}" if info.multiple_of else ""
+            kind = "an integer" if isinstance(info, inspect.IntType) else "a number"
+            return f"{kind} {low} to {info.le:_}{multiple}"
+        case inspect.StrType():
+            return "text that is not empty" if info.min_length else "text"
+        case inspect.VarTupleType(item):
+            return f"a list of {_describe(item)}"
+        case _:
+            raise AssertionError(f"no words for {info}")
+
+
+_KEYS: Final = _keys_of(Config, "")
+_TABLES: Final = {key.partition(".")[0] for key in _KEYS if "." in key}
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror or error}", key="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not TOML: {error}", key="config") from None
+
+
+def _flatten(table: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and key in _TABLES:
+            _flatten(value, f"{key}.", into)
+        else:
+            into[key] = value
+
+
+def _convert(key: str, value: Any) -> Any:
+    if key in _TABLES:
+        raise _wrong(key, repr(value), f"a table [{key}]")
+    if key not in _KEYS:
+        raise _unknown(key)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        return msgspec.convert(value, _KEYS[key].type)
+    except msgspec.ValidationError:
+        raise _wrong(key, repr(value), _KEYS[key].allowed) from None
+
+
+def _build(given: Mapping[str, Any]) -> Config:
+    top: dict[str, Any] = {name: {} for name in _TABLES}
+    for key, value in given.items():
+        table, dot, name = key.partition(".")
+        if dot:
+            top[table][name] = value
+        else:
+            top[table] = value
+    return msgspec.convert(top, Config)
+
+
+def _wrong(key: str, given: str, allowed: str) -> ConfigError:
+    return ConfigError(f"{key}: {given} given, allowed is {allowed}", key=key, given=given, allowed=allowed)
+
+
+def _unknown(key: str) -> ConfigError:
+    """Names the nearest key that exists: by its whole name, or by its name in another table."""
+    known = [*_KEYS, *_TABLES]
+    nearest = difflib.get_close_matches(key, known, 1, 0.75)
+    if not nearest:
+        by_last_name = {name.rpartition(".")[2]: name for name in _KEYS}
+        last = difflib.get_close_matches(key.rpartition(".")[2], by_last_name, 1, 0.75)
+        nearest = [by_last_name[name] for name in last]
+    hint = f"; did you mean {nearest[0]}?" if nearest else f"; keys are: {', '.join(_KEYS)}"
+    return ConfigError(f"{key}: unknown key{hint}", key=key)
+
+
+# -- rules between keys, and what a type cannot say ------------------------------------------
+
+
+def _listens_on_loopback(config: Config) -> None:
+    for key, text in (("listen", config.listen), ("media_listen", config.media_listen)):
+        host = parse_address(text, key=key, to_bind=True).host
+        if host != "localhost" and not (is_numeric(host) and ipaddress.ip_address(host).is_loopback):
+            allowed = "a loopback address such as tcp://127.0.0.1:0: nobody is authenticated yet"
+            raise _wrong(key, repr(text), allowed)
+
+
+def _dials_whom_its_role_needs(config: Config) -> None:
+    if config.role == "encoder" and config.encoders:
+        raise _wrong("encoders", repr(list(config.encoders)), "nothing for role 'encoder': it is dialled")
+    if config.role == "prefill" and not config.encoders:
+        raise _wrong("encoders", "nothing", "at least one tcp://HOST:PORT for role 'prefill'")
+    for address in config.encoders:
+        parse_address(address, key="encoders")
+        if config.encoders.count(address) > 1:
+            raise _wrong("encoders", f"{address!r} twice", "each address once")
+
+
+def _runs_on_a_known_device(config: Config) -> None:
+    device = config.device
+    if device in ("auto", "cpu"):
+        return
+    if device.startswith("cuda:") and device[5:].isdecimal():
+        raise _wrong("device", repr(device), "'auto' or 'cpu': this version runs forwards on the CPU only")
+    raise _wrong("device", repr(device), "'auto', 'cpu' or 'cuda:N'")
+
+
+def _has_names_that_can_be_shown(config: Config) -> None:
+    for key, text in (("node", config.node), ("trace", config.trace)):
+        if text is not None and (not text or not text.isprintable()):
+            raise _wrong(key, repr(text), "printable text that is not empty")
+
+
+def _suspects_before_it_buries(config: Config) -> None:
+    timeouts = config.timeouts
+    if timeouts.suspect_after_s <= timeouts.heartbeat_s:
+        allowed = f"more than timeouts.heartbeat_s ({timeouts.heartbeat_s:g})"
+        raise _wrong("timeouts.suspect_after_s", f"{timeouts.suspect_after_s:g}", allowed)
+    if timeouts.dead_after_s <= timeouts.suspect_after_s:
+        allowed = f"more than timeouts.suspect_after_s ({timeouts.suspect_after_s:g})"
+        raise _wrong("timeouts.dead_after_s", f"{timeouts.dead_after_s:g}", allowed)
+
+
+def _holds_media_of_its_largest_item(config: Config) -> None:
+    limits = config.limits
+    if limits.max_item_media_nbytes > limits.media_nbytes:
+        allowed = f"at most limits.media_nbytes ({limits.media_nbytes:_})"
+        raise _wrong("limits.max_item_media_nbytes", f"{limits.max_item_media_nbytes:_}", allowed)
+
+
+_RULES: Final[tuple[Callable[[Config], None], ...]] = (
+    _listens_on_loopback,
+    _dials_whom_its_role_needs,
+    _runs_on_a_known_device,
+    _has_names_that_can_be_shown,
+    _suspects_before_it_buries,
+    _holds_media_of_its_largest_item,
+)
