@@ -126,7 +126,6 @@ class Mailbox(Generic[T]):
         """Take no more; what is there can still be received. Open asks fail with `MailboxClosed`."""
         with self._lock:
             self._closed = True
-            self._take_foreign_locked()
         self._wake()
         for future in self._asks.values():
             if not future.done():
