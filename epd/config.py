@@ -106,8 +106,9 @@ class Config(_Table, frozen=True, kw_only=True):
     """A file for one record per step of every machine; one that is there is replaced."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, JSON elsewhere. Logs go to stderr."""
-    verify: Literal["off", "seal", "checksum"] = "seal"
-    """What proves that a read is whole: nothing, the source's seal, the seal and a digest."""
+    verify: Literal["seal", "checksum"] = "seal"
+    """What proves that a read is whole: the source's seal; or the seal and a digest (xxh3-128) that the
+    encoder's worker computes and the reader compares."""
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 25.0
     """After SIGTERM running transfers have so long to finish."""
     pool: MemoryConfig = MemoryConfig()
