@@ -178,7 +178,7 @@ class Node(ABC):
     def _states_seen(self) -> set[str]: ...
 
     def _counts(self, *parts: dict[str, int]) -> dict[str, int]:
-        counts = self.runtime.counts() | self.endpoint.counts() | self.clients.counts()
+        counts: dict[str, int] = self.runtime.counts() | self.endpoint.counts() | self.clients.counts()
         counts["registrations"] = self.plane.registrations()
         counts["mail"] = sum(len(actor.mailbox) for actor in self._actors)
         for part in parts:

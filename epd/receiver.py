@@ -8,16 +8,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import uvloop
 
 from epd.config import Config
 from epd.node import PrefillNode
-from epd.protocol.errors import Cancelled, EpdError
+from epd.protocol.errors import Cancelled, SessionLost
 from epd.request import Delivery, EmbeddingRequest
-
-_START_S = 60.0
 
 
 class EmbeddingReceiver:
@@ -33,9 +31,7 @@ class EmbeddingReceiver:
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self.node: PrefillNode
-        self._thread = threading.Thread(
-            target=self._run, name="epd-receiver", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
 
     @classmethod
     def start(cls, config: Config) -> Self:
@@ -49,13 +45,18 @@ class EmbeddingReceiver:
         return receiver
 
     def submit(self, request: EmbeddingRequest) -> None:
-        """Hand over a request; its one delivery, or error, comes out of `poll`."""
+        """Hand over a request; its one delivery, or error, comes out of `poll`.
+
+        Raises what ended the node, if it has ended.
+        """
+        if self._failure is not None:
+            raise self._failure
         self._open.add(request.request_id)
         self._loop.call_soon_threadsafe(self.node.submit, request, self._sink)
 
     def poll(self) -> list[Delivery]:
         """What has ended since the last call: deliveries to release, or errors. Never blocks."""
-        if not self._done:
+        if not self._done and self._failure is None:
             return []
         ended: list[Delivery] = []
         while self._done:
@@ -63,15 +64,15 @@ class EmbeddingReceiver:
             self._open.discard(delivery.request_id)
             if delivery.request_id in self._cancelled:
                 self._cancelled.discard(delivery.request_id)
-                if (
-                    delivery.error is None
-                ):  # delivered before the cancel arrived: nobody wants it
+                if delivery.error is None:  # delivered before the cancel arrived: nobody wants it
                     delivery.release()
-                    delivery = Delivery(
-                        delivery.request_id, error=Cancelled("cancelled by the caller")
-                    )
+                    delivery = Delivery(delivery.request_id, error=Cancelled("cancelled by the caller"))
             delivery.take()
             ended.append(delivery)
+        if self._failure is not None:  # the node is gone: nothing else will come
+            lost = SessionLost(f"the node ended: {self._failure}")
+            ended += [Delivery(request_id, error=lost) for request_id in self._open]
+            self._open.clear()
         return ended
 
     def cancel(self, request_id: str) -> None:
@@ -107,9 +108,7 @@ class EmbeddingReceiver:
     def _run(self) -> None:
         try:
             uvloop.run(self._main())
-        except BaseException as error:
-            if self._started.is_set():
-                raise
+        except BaseException as error:  # handed to the caller's thread: by `start`, `submit` and `poll`
             self._failure = error
         finally:
             self._started.set()
@@ -120,13 +119,9 @@ class EmbeddingReceiver:
         async with PrefillNode(self._config) as node:
             self.node = node
             self._started.set()
-            stopping = asyncio.ensure_future(self._stop.wait())
-            await asyncio.wait(
-                {stopping, node.failure}, return_when=asyncio.FIRST_COMPLETED
-            )
+            stopping = asyncio.create_task(self._stop.wait())
+            ended: set[asyncio.Future[Any]] = {stopping, node.failure}
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if node.failure.done():
-                self._fail_open(node.failure.exception())
-
-    def _fail_open(self, error: BaseException | None) -> None:
-        raise error or EpdError("the node stopped")
+                node.failure.result()

@@ -28,7 +28,7 @@ from epd.protocol.messages import (
 from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 
 
 class FromClient(NamedTuple):
@@ -87,7 +87,7 @@ class ClientActor(Actor[Mail]):
         self,
         mailbox: Mailbox[Mail],
         endpoint: Endpoint,
-        submit_to: Mailbox[SubmitRequest | CancelRequest] | None,
+        submit_to: Ref[SubmitRequest | CancelRequest] | None,
         inventory: Callable[[], Inventory],
         media_budget_nbytes: int,
     ) -> None:

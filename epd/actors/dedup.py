@@ -20,7 +20,7 @@ from epd.protocol.sources import Subscriber
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint
 from epd.runtime.machines import MachineTable
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 
@@ -139,8 +139,8 @@ class DedupCoordinator(Actor[Mail]):
         )
         self.shared_subscriptions = 0
         self.forwards = 0
-        self.to_buffers: Mailbox[StagingWanted | StagingUnwanted | SourceEvent]
-        self.to_encode: Mailbox[EncodeMail]
+        self.to_buffers: Ref[StagingWanted | StagingUnwanted | SourceEvent]
+        self.to_encode: Ref[EncodeMail]
 
     def handle(self, message: Mail) -> None:
         match message:

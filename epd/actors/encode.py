@@ -43,7 +43,7 @@ from epd.protocol.sources import Subscriber
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint
 from epd.runtime.machines import MachineTable
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
@@ -134,7 +134,7 @@ class EncodeActor(Actor[Mail]):
         self._when_idle: Callable[[], None] | None = None
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
-        self.to_dedup: Mailbox[
+        self.to_dedup: Ref[
             Subscription
             | SubscriberGranted
             | SubscriberLeft
@@ -142,7 +142,7 @@ class EncodeActor(Actor[Mail]):
             | ForwardUnqueued
             | ForwardEnded
         ]
-        self.to_buffers: Mailbox[PinAsked | UnpinAsked]
+        self.to_buffers: Ref[PinAsked | UnpinAsked]
 
     # -- mail --------------------------------------------------------------------------------
 

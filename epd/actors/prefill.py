@@ -43,7 +43,7 @@ from epd.request import Delivery, EmbeddingRequest
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint, PeerInfo
 from epd.runtime.machines import MachineTable
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
@@ -186,8 +186,8 @@ class PrefillActor(Actor[Mail]):
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
         self._when_idle: Callable[[], None] | None = None
-        self.to_buffers: Mailbox[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone]
-        self.to_transfer: Mailbox[PeerAnnounced | PeerGone]
+        self.to_buffers: Ref[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone]
+        self.to_transfer: Ref[PeerAnnounced | PeerGone]
 
     # -- mail --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from epd.protocol.messages import ErrorValue
 from epd.protocol.prefill_types import ReadEnded, StartRead
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 
@@ -92,8 +92,8 @@ class ReceiveBuffers(Actor[Mail]):
         self._slots: MachineTable = runtime.machines("slots", slots, limits, self._perform)
         self._next_lease = 1
         self._next_read = 1
-        self.to_prefill: Mailbox[RoomAnswer | ItemRead]
-        self.to_transfer: Mailbox[ReadOrder | AbortOrder]
+        self.to_prefill: Ref[RoomAnswer | ItemRead]
+        self.to_transfer: Ref[ReadOrder | AbortOrder]
 
     def handle(self, message: Mail) -> None:
         match message:

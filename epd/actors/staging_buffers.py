@@ -16,7 +16,7 @@ from epd.protocol.messages import ErrorValue, Source
 from epd.protocol.sources import Subscriber
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 SEAL = struct.Struct("<Q")
@@ -110,8 +110,8 @@ class StagingBuffers(Actor[Mail]):
         self._next_staged = 1
         # Never repeated, not by another incarnation either: a random start and a counter.
         self._next_seal = int.from_bytes(os.urandom(8), "little") | 1
-        self.to_dedup: Mailbox[StagingAnswer | StagedEvicted]
-        self.to_encode: Mailbox[PinAnswer]
+        self.to_dedup: Ref[StagingAnswer | StagedEvicted]
+        self.to_encode: Ref[PinAnswer]
 
     def handle(self, message: Mail) -> None:
         match message:

@@ -19,7 +19,7 @@ from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import LeaseId, ReadId, SessionId
 from epd.protocol.messages import RegionDescriptor
 from epd.runtime.actor import Actor
-from epd.runtime.mailbox import Mailbox
+from epd.runtime.mailbox import Mailbox, Ref
 
 _log = structlog.get_logger()
 
@@ -64,8 +64,8 @@ class TransferActor(Actor[Mail]):
         self.read_nbytes = 0
         self.read_s = 0.0
         self.outcomes: dict[str, int] = {}
-        self.to_buffers: Mailbox[ReadNews]
-        self.to_prefill: Mailbox[PeerAnswer]
+        self.to_buffers: Ref[ReadNews]
+        self.to_prefill: Ref[PeerAnswer]
 
     def handle(self, message: Mail) -> None:
         match message:

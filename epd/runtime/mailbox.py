@@ -6,13 +6,14 @@ A tell from the same loop is a direct hand-over: no task, no socket and no futur
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from epd.protocol.errors import Busy, EpdError, TimedOut
 from epd.runtime.timers import Timers
 
 T = TypeVar("T")
 R = TypeVar("R")
+M = TypeVar("M", contravariant=True)
 
 
 class MailboxClosed(EpdError):
@@ -20,6 +21,12 @@ class MailboxClosed(EpdError):
 
     code = "mailbox_closed"
     retryable = True
+
+
+class Ref(Protocol[M]):
+    """Somewhere to tell messages of these types: another actor's mailbox, seen from outside."""
+
+    def tell(self, message: M) -> None: ...
 
 
 class Mailbox(Generic[T]):
