@@ -13,7 +13,7 @@ from epd.runtime.timers import Timers
 
 T = TypeVar("T")
 R = TypeVar("R")
-M = TypeVar("M", contravariant=True)
+M_contra = TypeVar("M_contra", contravariant=True)
 
 
 class MailboxClosed(EpdError):
@@ -23,10 +23,10 @@ class MailboxClosed(EpdError):
     retryable = True
 
 
-class Ref(Protocol[M]):
+class Ref(Protocol[M_contra]):
     """Somewhere to tell messages of these types: another actor's mailbox, seen from outside."""
 
-    def tell(self, message: M) -> None: ...
+    def tell(self, message: M_contra) -> None: ...
 
 
 class Mailbox(Generic[T]):
