@@ -14,17 +14,17 @@ import msgspec
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
-class State(msgspec.Struct, frozen=True, tag=True):
+class State(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Base of all states: hashable, encodable."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
-class Event(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of all events: hashable, encodable; never holds payload or media bytes."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
-class Effect(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Effect(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of all effects."""
 
 

@@ -30,12 +30,12 @@ ITEMSIZE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
-class Struct(msgspec.Struct, frozen=True, array_like=True):
+class Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of nested wire values: positional, hashable."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of all messages: positional, hashable, tagged with the class name."""
 
 
