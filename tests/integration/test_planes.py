@@ -1,12 +1,14 @@
 """Both data planes between real processes: whole bytes, or a terminal word; nothing else."""
 
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +18,7 @@ from planes import SESSION, Reader, SourceProcess, end_of, held, piece, seal_off
 from epd.dataplane import shm
 from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
 from epd.dataplane.faulty import FaultyPlane
-from epd.dataplane.mooncake import MooncakePlane
+from epd.dataplane.mooncake_wire import shut_connections
 from epd.dataplane.poller import PeerOpened, ReadPosted
 from epd.dataplane.select import Choice, open_plane
 from epd.memory.region import Region
@@ -298,8 +300,24 @@ def test_shm_descriptors_are_not_given_to_another_user(monkeypatch: pytest.Monke
 # -- stopped and killed sources --------------------------------------------------------------
 
 
+@pytest.fixture
+def shut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many connections each abort has found: a stopped source's read would else end as well,
+    after a minute, by the engine's own limit."""
+    counts: list[int] = []
+
+    def counted(host: str, port: int) -> int:
+        counts.append(shut_connections(host, port))
+        return counts[-1]
+
+    monkeypatch.setattr("epd.dataplane.mooncake.shut_connections", counted)
+    return counts
+
+
 @pytest.mark.slow
-async def test_a_read_from_a_stopped_source_stays_unknown_until_it_is_aborted(mooncake: DataPlane) -> None:
+async def test_a_read_from_a_stopped_source_stays_unknown_until_it_is_aborted(
+    mooncake: DataPlane, shut: list[int]
+) -> None:
     with SourceProcess("mooncake", 1, LARGE_NBYTES + 4096) as source:
         to = receive(mooncake, LARGE_NBYTES)
         reader = Reader(mooncake)
@@ -310,6 +328,7 @@ async def test_a_read_from_a_stopped_source_stays_unknown_until_it_is_aborted(mo
         source.stop()
         reader.poller.abort(read)
         assert (await reader.done(read)).outcome == "aborted"
+        assert shut[0] > 0
         received = hashlib.sha256(to.view).digest()
         source.go_on()
         # It serves others again, so whatever it still had for us, it has sent.
@@ -322,7 +341,7 @@ async def test_a_read_from_a_stopped_source_stays_unknown_until_it_is_aborted(mo
 
 
 @pytest.mark.slow
-def test_the_plane_itself_says_unknown_of_a_stopped_source(mooncake: DataPlane) -> None:
+def test_the_plane_itself_says_unknown_of_a_stopped_source(mooncake: DataPlane, shut: list[int]) -> None:
     with SourceProcess("mooncake", 1, MIB) as source:
         to = receive(mooncake, MIB)
         assert mooncake.open_peer(SESSION, source.segment, source.regions) is ReadState.DONE
@@ -333,6 +352,7 @@ def test_the_plane_itself_says_unknown_of_a_stopped_source(mooncake: DataPlane) 
             assert mooncake.poll(posted.ticket) is ReadState.UNKNOWN
         mooncake.close_peer(SESSION)  # the session is over; its read is not, and can be aborted
         mooncake.abort(SESSION)
+        assert shut[0] > 0
         while (state := mooncake.poll(posted.ticket)) is ReadState.UNKNOWN:
             pass
         assert state is ReadState.FAILED
@@ -344,7 +364,7 @@ def test_the_plane_itself_says_unknown_of_a_stopped_source(mooncake: DataPlane) 
 
 
 @pytest.mark.slow
-async def test_a_stopped_source_delays_nobody_else(mooncake: DataPlane) -> None:
+async def test_a_stopped_source_delays_nobody_else(mooncake: DataPlane, shut: list[int]) -> None:
     with SourceProcess("mooncake", 1, MIB) as stuck, SourceProcess("mooncake", 1, MIB) as well:
         to = receive(mooncake, MIB)
         reader = Reader(mooncake)
@@ -358,6 +378,8 @@ async def test_a_stopped_source_delays_nobody_else(mooncake: DataPlane) -> None:
             assert await reader.read(to, 4096, source_of(0, 0, 64, SEAL), other) == "ok"
         for read in hanging:
             reader.poller.abort(read)
+        await reader.done(hanging[0])
+        assert shut[0] > 0
         assert {(await reader.done(read)).outcome for read in hanging} == {"aborted"}
         assert await reader.read(to, 4096, source_of(0, 0, 64, SEAL), other) == "ok"
         assert await asyncio.to_thread(reader.poller.stop)
@@ -396,13 +418,52 @@ async def test_stopping_the_poller_ends_the_reads_it_has(mooncake: DataPlane) ->
         assert (await reader.done(read)).outcome == "aborted"
 
 
-def test_another_process_behind_the_same_name_is_read_afresh() -> None:
-    """The engine keeps a segment's descriptor for ever; a port may be another process's by then."""
-    plane = MooncakePlane("127.0.0.1")
-    with SourceProcess("mooncake", 1, MIB) as source:
-        plane._data_ports[source.segment] = ("127.0.0.1", 1)  # as if an earlier owner had been opened
-        to = receive(plane, MIB)
-        assert plane.open_peer(SESSION, source.segment, source.regions) is ReadState.DONE
-        assert end_of(plane, SESSION, piece(to, 0, 0, 4096)) is ReadState.DONE
-        assert bytes(to.view[:4096]) == pattern(0, 4096)
-    plane.close()
+class Front:
+    """Stands at a fixed address before one engine's RPC port, and later before another's."""
+
+    def __init__(self) -> None:
+        self.target = ""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.segment = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # shut down: the end
+            while True:
+                asking, _ = self._listener.accept()
+                host, _, port = self.target.rpartition(":")
+                with asking, socket.create_connection((host, int(port))) as engine:
+                    engine.sendall(asking.recv(65536))
+                    answer = bytearray()
+                    while some := engine.recv(65536):
+                        answer += some
+                    asking.sendall(answer)
+                    asking.shutdown(socket.SHUT_WR)
+                    asking.recv(1)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    front = Front()
+    yield front
+    front.close()
+
+
+@pytest.mark.slow
+def test_another_process_behind_the_same_address_is_read_afresh(mooncake: DataPlane, front: Front) -> None:
+    """The engine keeps a segment's descriptor for ever, and with it the port of its former owner."""
+    to = receive(mooncake, MIB)
+    for session in range(3):
+        with SourceProcess("mooncake", 1, MIB) as source:
+            front.target = source.segment
+            source.write(0, 0, bytes([session]) * 64)
+            opened = mooncake.open_peer(SessionId(session), front.segment, source.regions)
+            assert opened is ReadState.DONE
+            assert end_of(mooncake, SessionId(session), piece(to, 0, 0, 64)) is ReadState.DONE
+            assert bytes(to.view[:64]) == bytes([session]) * 64
