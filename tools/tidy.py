@@ -246,7 +246,7 @@ def broken_links(path: str, text: str) -> Found:
     for number, line in _outside_code(text):
         for target in _LINK.findall(line):
             file = unquote(target.partition("#")[0])
-            if not file or re.match(r"[a-z][a-z0-9+.-]*:", file):
+            if re.match(r"[a-z][a-z0-9+.-]*:", file):
                 continue
             base = ROOT if file.startswith("/") else (ROOT / path).parent
             if not (base / file.lstrip("/")).exists():
