@@ -1,7 +1,9 @@
 """The data plane: regions, peers, reads. One small interface, several transports (DESIGN 5).
 
-Threads: everything here except `allocate`, `export` and `close` is called from one thread, the
-poller's. A plane never raises for what a peer did; it answers with a `ReadState`.
+Threads: everything here except `allocate`, `export`, `open_peer` and `close` is called from one
+thread, the poller's. `open_peer` may wait for its peer (seconds at most), so it runs in a thread of
+its own, beside the poller's and other `open_peer`. A plane never raises for what a peer did; it
+answers with a `ReadState`.
 """
 
 from collections.abc import Sequence
@@ -77,7 +79,8 @@ class DataPlane(Protocol):
         ...
 
     def read_now(self, session: SessionId, piece: Piece) -> ReadState:
-        """A small synchronous read (seals, small items): DONE, FAILED or REFUSED."""
+        """Post, and wait for the engine's last word: DONE, FAILED or REFUSED. It waits as long as the
+        peer is silent, so it is for probes and tests; the poller posts and polls."""
         ...
 
     def abort(self, session: SessionId) -> None:
