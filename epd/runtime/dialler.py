@@ -1,0 +1,114 @@
+"""A dialled lane: one DEALER with a monitor, for one attempt to connect, never used again.
+
+A DEALER that reconnects hands what was meant for a dead process to its successor on the same port,
+so `RECONNECT_IVL` is -1 and `IMMEDIATE` set: refused or lost is for good. The first decisive event
+of the monitor settles the attempt; after that `DISCONNECTED` is the loss, about 1 ms after it.
+"""
+
+import struct
+from typing import Final
+
+import zmq
+
+from epd.protocol.ids import SessionId
+from epd.protocol.wire import Lane
+from epd.runtime.addresses import Address
+from epd.runtime.lanes import LaneOwner, LaneSocket, SendResult, apply_options, routing_id_of
+
+_EVENT: Final = struct.Struct("=HI")
+_UP: Final = 4096  # HANDSHAKE_SUCCEEDED; CONNECTED proves nothing: a stopped process's kernel accepts too
+_LOST: Final = {
+    128: "connection refused",  # CLOSED
+    512: "connection lost",  # DISCONNECTED
+    2048: "handshake failed",  # HANDSHAKE_FAILED_NO_DETAIL
+    8192: "handshake failed: not our protocol",  # HANDSHAKE_FAILED_PROTOCOL
+    16384: "handshake failed: not admitted",  # HANDSHAKE_FAILED_AUTH
+}
+_MASK: Final = _UP | sum(_LOST)
+
+
+class DialledLane(LaneSocket):
+    """One lane of the dialled session `session`; read from the start."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        lane: Lane,
+        address: Address,
+        session: SessionId,
+        handshake_s: float,
+        owner: LaneOwner,
+    ) -> None:
+        """Begins to connect to a numeric address. Raises `zmq.ZMQError` (out of descriptors)."""
+        self.address = address
+        self.is_up = False
+        self.session = session
+        self._monitor: zmq.Socket[bytes] | None = None
+        socket = context.socket(zmq.DEALER)
+        registered = False
+        try:
+            apply_options(socket, lane, address, handshake_s)
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            socket.setsockopt(zmq.ROUTING_ID, routing_id_of(session))
+            monitor = self._monitor = socket.get_monitor_socket(_MASK)
+            monitor.setsockopt(zmq.LINGER, 0)
+            self._monitor_fd = monitor.fileno()
+            super().__init__(socket, lane, owner)
+            registered = True
+            self.start_reading()
+            self._loop.add_reader(self._monitor_fd, self._observe)
+            socket.connect(str(address))
+        except BaseException:
+            if registered:
+                self.close()
+            else:
+                self._close_monitor(socket)
+                socket.close(0)
+            raise
+
+    def send(self, routing_id: bytes, frame: bytes) -> SendResult:
+        try:
+            self._socket.send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            return SendResult.FULL
+        return SendResult.SENT
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self.closed:
+            return
+        # Readers first, then the monitor, then the socket: a monitor left open makes term() hang.
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor_fd)
+            self._close_monitor(self._socket)
+        super().close(linger_s if self.is_up else 0.0)
+
+    def _close_monitor(self, socket: zmq.Socket[bytes]) -> None:
+        if self._monitor is not None:
+            socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+
+    def _observe(self) -> None:
+        try:
+            reason = self._read_monitor()
+            if reason and not self.closed:
+                self.read_all()  # what had arrived before the loss; it may end the session by itself
+                if not self.closed:
+                    self._owner.lane_lost(self, reason)
+        except Exception as error:
+            self._owner.lane_failed(error)
+
+    def _read_monitor(self) -> str:
+        """Drain the monitor (an unread one stops the whole context), up to a loss; why, or nothing."""
+        while self._monitor is not None:
+            try:
+                event, _value = _EVENT.unpack(self._monitor.recv_multipart(zmq.DONTWAIT)[0])
+            except zmq.Again:
+                break
+            if event == _UP:
+                self.is_up = True
+                self._owner.lane_connected(self)
+            elif event in _LOST:
+                return _LOST[event]
+        return ""
