@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from epd.protocol import encoder, jobs, prefill, reads, slots, sources
+from epd.protocol import encoder, jobs, prefill, reads, session, slots, sources
 from epd.protocol.machine import Effect, Event, Step
 
 
@@ -60,6 +60,7 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
     "jobs": MachineSpec(jobs),
     "prefill": MachineSpec(prefill),
     "reads": MachineSpec(reads),
+    "session": MachineSpec(session),
     "slots": MachineSpec(slots),
     "sources": MachineSpec(sources),
 }
