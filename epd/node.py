@@ -128,9 +128,10 @@ class Node(ABC):
             recorder=None,
             handler=self,
             max_peers=self.config.limits.max_peers,
+            on_error=supervisor.fail,
         )
         stack.push_async_callback(self.endpoint.close_all, 1.0)
-        self.listen = self.endpoint.bind(self.config.listen, self.config.media_listen)
+        self.listen = self.endpoint.bind(self.config.listen, self.config.media_listen, accept=False)
         if not self.node_id:
             port = self.listen.rpartition(":")[2]
             self.node_id = NodeId(f"{self.role}-{platform.node()}-{port}")
@@ -141,6 +142,7 @@ class Node(ABC):
         await self._build(stack)
         self.failure = supervisor.start()
         stack.push_async_callback(supervisor.stop)
+        self.endpoint.accept()
 
     @abstractmethod
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
