@@ -112,6 +112,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._fatal: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
 
     def add_worker(
         self, name: str, worker: Worker, policy: RestartPolicy, clock: Clock, timers: Timers
@@ -123,15 +124,24 @@ class Supervisor:
         """Start everything; the future is done when all has ended, with an error if one failed."""
         loop = asyncio.get_running_loop()
         self._fatal = loop.create_future()
+        if self._error is not None:
+            self._fatal.set_result(None)
         self._ended = loop.create_future()
         self._task = loop.create_task(self._run(self._ended, self._fatal), name="supervisor")
         return self._ended
 
     def fail(self, error: Exception) -> None:
-        """End the incarnation for an error met outside any actor, e.g. in a timer (`Timers.on_error`)."""
-        if self._fatal is not None and not self._fatal.done():
-            self._fatal.set_exception(error)
-            self._fatal.exception()  # read: it is logged once, by `_run`, even if it comes too late
+        """End the incarnation for an error met outside any actor, e.g. in a timer (`Timers.on_error`).
+
+        Before `start`, the incarnation ends when it starts. Further errors are only logged.
+        """
+        over = any(future is not None and future.done() for future in (self._fatal, self._ended))
+        if self._error is not None or over:
+            _log.error("another error", reason=str(error), exc_info=error)
+            return
+        self._error = error
+        if self._fatal is not None:
+            self._fatal.set_result(None)
 
     async def stop(self) -> None:
         """End all actors between two messages, wait for them, close their mailboxes. Never raises."""
@@ -141,11 +151,16 @@ class Supervisor:
         for actor in self._actors:
             actor.mailbox.close()
 
+    async def _raise_fatal(self, fatal: asyncio.Future[None]) -> None:
+        await fatal
+        assert self._error is not None
+        raise self._error
+
     async def _run(self, ended: asyncio.Future[None], fatal: asyncio.Future[None]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(
-                    _guard("a callback of the loop", lambda: _wait(fatal)), name="watch"
+                    _guard("a callback of the loop", lambda: self._raise_fatal(fatal)), name="watch"
                 )
                 tasks = [
                     group.create_task(_guard(name, run), name=name)
@@ -162,10 +177,6 @@ class Supervisor:
         finally:
             if not ended.done():
                 ended.set_result(None)
-
-
-async def _wait(future: asyncio.Future[None]) -> None:
-    await future
 
 
 async def _guard(name: str, run: Worker) -> None:

@@ -102,8 +102,36 @@ def test_an_error_in_a_timer_ends_the_incarnation(run: Run) -> None:
         clock.advance(1.0)
         with pytest.raises(IncarnationEnded, match="in a timer"):
             await ended
-        supervisor.fail(OSError("too late"))
+        with capture_logs() as logs:
+            supervisor.fail(OSError("too late"))
+        assert [log["event"] for log in logs] == ["another error"]
         assert actor.mailbox.closed
+
+    run(main())
+
+
+def test_an_error_before_the_start_is_not_lost(run: Run) -> None:
+    async def main() -> None:
+        supervisor = Supervisor([Counter()])
+        supervisor.fail(OSError("early"))
+        with pytest.raises(IncarnationEnded, match="early"):
+            await supervisor.start()
+
+    run(main())
+
+
+def test_an_error_after_an_actor_has_failed_changes_nothing(run: Run) -> None:
+    async def main() -> None:
+        actors = [Counter("first"), Counter("second")]
+        supervisor = Supervisor(actors)
+        ended = supervisor.start()
+        await turns()
+        actors[0].mailbox.tell(0)
+        while not ended.done():
+            await asyncio.sleep(0)
+            if actors[0].mailbox.closed:
+                supervisor.fail(OSError("another"))
+        assert "first" in str(ended.exception())
 
     run(main())
 
