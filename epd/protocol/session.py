@@ -135,6 +135,7 @@ class Ending(State):
     """A listener's session that we have ended; the dialler was told and is to close."""
 
     deadline_s: float
+    code: str
     final: ClassVar[bool] = False
 
 
@@ -412,7 +413,7 @@ def _close(state: Dialling | Open, event: CloseWanted, now_s: float, limits: Ses
     if isinstance(state, Dialling) or state.dialler:
         return _end(event.code, event.reason, tell_peer=isinstance(state, Open))
     told = (SendRejected(event.code, event.reason), TellEnded(event.code, event.reason))
-    return Step(Ending(now_s + limits.drain_s), told)
+    return Step(Ending(now_s + limits.drain_s, event.code), told)
 
 
 def _repeat(state: Ending, event: ProbeWanted, now_s: float, limits: SessionLimits) -> Step:
@@ -421,7 +422,7 @@ def _repeat(state: Ending, event: ProbeWanted, now_s: float, limits: SessionLimi
 
 
 def _forget(state: Ending, event: AnyEvent, now_s: float, limits: SessionLimits) -> Step:
-    return Step(Ended(SessionLost.code), (CloseSockets(False),))
+    return Step(Ended(state.code), (CloseSockets(False),))
 
 
 def _forget_if_control(state: Ending, event: ConnectionLost, now_s: float, limits: SessionLimits) -> Step:
