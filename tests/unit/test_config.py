@@ -63,7 +63,9 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
         region_nbytes = 1_048_576
         """
     )
-    config = load_config(toml, {"verify": "checksum", "pool.regions": 3, "listen": None, "trace": Path("a.trace")})
+    config = load_config(
+        toml, {"verify": "checksum", "pool.regions": 3, "listen": None, "trace": Path("a.trace")}
+    )
     assert config.encoders == ("tcp://127.0.0.1:7001", "tcp://[::1]:7002")
     assert config.timeouts.room_s == 7.0
     assert config.pool == MemoryConfig(regions=3, region_nbytes=1_048_576)
