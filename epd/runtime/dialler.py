@@ -59,6 +59,9 @@ class DialledLane(LaneSocket):
             self.start_reading()
             self._loop.add_reader(self._monitor_fd, self._observe)
             socket.connect(str(address))
+            # Connecting the monitor may have swallowed its descriptor's edge: it only wakes for new
+            # events once it was drained to the end.
+            self._loop.call_soon(self._observe)
         except BaseException:
             if registered:
                 self.close()
