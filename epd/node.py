@@ -120,6 +120,7 @@ class Node(ABC):
         supervisor = Supervisor(self._actors)
         timers = Timers(clock, loop.call_at, supervisor.fail)
         self.runtime = Runtime(clock, timers, None)
+        stack.callback(self._close_recorder)  # after the endpoint: the ends of sessions are steps too
         self.endpoint = Endpoint(
             hello=self._hello,
             limits=self._session_limits(),
@@ -137,12 +138,15 @@ class Node(ABC):
             self.node_id = NodeId(f"{self.role}-{platform.node()}-{port}")
         if self.config.trace is not None:
             recorder = Recorder(self.config.trace, self.node_id, self.role, self.incarnation, timers)
-            stack.callback(recorder.close)
             self.runtime.recorder = self.endpoint.recorder = recorder
         await self._build(stack)
         self.failure = supervisor.start()
         stack.push_async_callback(supervisor.stop)
         self.endpoint.accept()
+
+    def _close_recorder(self) -> None:
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.close()
 
     @abstractmethod
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
