@@ -67,6 +67,7 @@ class OwnRegion:
 
 def allocate_private(count: int, region_nbytes: int) -> list[OwnRegion]:
     """Pre-faulted memory that nobody else can reach. Raises `DataPlaneError` with sizes."""
+    _refuse_the_impossible(count, region_nbytes)
     regions: list[OwnRegion] = []
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     try:
@@ -80,6 +81,7 @@ def allocate_private(count: int, region_nbytes: int) -> list[OwnRegion]:
 
 def allocate_shared(count: int, region_nbytes: int) -> list[OwnRegion]:
     """Pre-faulted memfds that can neither shrink nor grow. Raises `DataPlaneError` with sizes."""
+    _refuse_the_impossible(count, region_nbytes)
     regions: list[OwnRegion] = []
     try:
         regions.extend(_shared(RegionId(index), region_nbytes) for index in range(count))
@@ -100,6 +102,17 @@ def _shared(region: RegionId, nbytes: int) -> OwnRegion:
     except BaseException:
         os.close(fd)
         raise
+
+
+def _refuse_the_impossible(count: int, region_nbytes: int) -> None:
+    """Asking the kernel for it would not fail but take all there is, until something is killed."""
+    physical_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if region_nbytes <= 0 or count * region_nbytes > physical_nbytes:
+        raise DataPlaneError(
+            f"cannot allocate {count} regions of {region_nbytes} B: this machine has {physical_nbytes} B",
+            count=count,
+            region_nbytes=region_nbytes,
+        )
 
 
 def _no_memory(

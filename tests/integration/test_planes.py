@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -385,6 +386,26 @@ async def test_a_stopped_source_delays_nobody_else(mooncake: DataPlane, shut: li
         assert await asyncio.to_thread(reader.poller.stop)
 
 
+async def test_a_stopped_source_is_not_opened_and_delays_nobody_else(
+    choice: Choice, plane: DataPlane, source: SourceProcess
+) -> None:
+    to = receive(plane, MIB)
+    reader = Reader(plane)
+    assert (await reader.open(source)).ok
+    source.write(0, 64, SEAL.to_bytes(8, "little"))
+    with SourceProcess(choice, 1, MIB) as stuck:
+        stuck.stop()
+        reader.poller.open_peer(SessionId(8), stuck.segment, stuck.regions)
+        for _ in range(5):
+            assert await reader.read(to, 0, source_of(0, 0, 64, SEAL)) == "ok"
+        assert not [r for r in reader.results if isinstance(r, PeerOpened) and r.session == 8]
+        stuck.kill()  # or else the answer comes after the time that a peer is given
+        opened = await reader.result(PeerOpened, 8)
+        assert not opened.ok
+        assert stuck.segment in opened.reason
+    assert await asyncio.to_thread(reader.poller.stop)
+
+
 @pytest.mark.slow
 async def test_a_read_from_a_killed_source_ends_by_itself(choice: Choice, plane: DataPlane) -> None:
     with SourceProcess(choice, 1, LARGE_NBYTES + 4096) as source:
@@ -434,7 +455,8 @@ class Front:
                 asking, _ = self._listener.accept()
                 host, _, port = self.target.rpartition(":")
                 with asking, socket.create_connection((host, int(port))) as engine:
-                    engine.sendall(asking.recv(65536))
+                    (nbytes,) = struct.unpack("<Q", head := asking.recv(8, socket.MSG_WAITALL))
+                    engine.sendall(head + asking.recv(nbytes, socket.MSG_WAITALL))
                     answer = bytearray()
                     while some := engine.recv(65536):
                         answer += some
