@@ -30,9 +30,7 @@ class ImageItem(msgspec.Struct, frozen=True, eq=False):
     @classmethod
     def from_bytes(cls, media: bytes, name: str = "image") -> "ImageItem":
         """Probe and hash encoded media. Raises `MediaInvalid` naming the item."""
-        return cls(
-            name, media, probe_image(media, name), hashlib.sha256(media).digest()
-        )
+        return cls(name, media, probe_image(media, name), hashlib.sha256(media).digest())
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> "ImageItem":
@@ -44,9 +42,7 @@ class ImageItem(msgspec.Struct, frozen=True, eq=False):
                 raise MediaInvalid(f"{name}: not a regular file", item_name=name)
             media = file.read_bytes()
         except OSError as error:
-            raise MediaInvalid(
-                f"{name}: {error.strerror or error}", item_name=name
-            ) from None
+            raise MediaInvalid(f"{name}: {error.strerror or error}", item_name=name) from None
         return cls.from_bytes(media, name)
 
     def described(self) -> Item:
@@ -119,11 +115,7 @@ class Delivery:
         for spec, view in zip(self.specs, self.views, strict=True):
             dtype = getattr(torch, spec.dtype)
             shape = (spec.rows, spec.dim)
-            flat = (
-                torch.frombuffer(view, dtype=dtype)
-                if view.nbytes
-                else torch.empty(0, dtype=dtype)
-            )
+            flat = torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
             tensors.append(flat.view(shape))
         return tensors
 

@@ -1,6 +1,6 @@
 """An encoder of one's own: the mean colour of a picture, one row of three numbers.
 
-    PYTHONPATH=examples .venv/bin/epd-node --role encoder --model callable:mean_colour:ENCODER
+PYTHONPATH=examples .venv/bin/epd-node --role encoder --model callable:mean_colour:ENCODER
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """The prefill side inside a synchronous scheduler loop: submit, poll each step, use, release.
 
-    .venv/bin/epd-node --role encoder --listen tcp://127.0.0.1:7101 &
-    .venv/bin/python examples/scheduler_loop.py tcp://127.0.0.1:7101 photo.jpg other.png
+.venv/bin/epd-node --role encoder --listen tcp://127.0.0.1:7101 &
+.venv/bin/python examples/scheduler_loop.py tcp://127.0.0.1:7101 photo.jpg other.png
 """
 
 import sys

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from epd.bench.synthetic import synthetic_item
 from epd.config import load_config
 from epd.dataplane.base import DataPlane, ReadState
-from epd.dataplane.select import open_plane
+from epd.dataplane.select import Choice, open_plane
 from epd.node import PrefillNode
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import RegionDescriptor
@@ -96,7 +96,7 @@ def encoder_process(data_plane: str, regions: int, region_nbytes: int) -> Iterat
 
 
 @contextlib.asynccontextmanager
-async def pair(data_plane: str, regions: int, region_nbytes: int) -> AsyncIterator[Pair]:
+async def pair(data_plane: Choice, regions: int, region_nbytes: int) -> AsyncIterator[Pair]:
     """A warm, connected pair on `mooncake` or `shm`."""
     with encoder_process(data_plane, regions, region_nbytes) as encoder:
         overrides = {

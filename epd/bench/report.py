@@ -45,7 +45,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in _VERSIONS:
         try:
             versions[name] = metadata.version(name)

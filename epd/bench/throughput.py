@@ -15,6 +15,7 @@ from epd.bench.bare_exchange import exchange
 from epd.bench.pair import Pair, pair
 from epd.bench.report import Row, cpu_s
 from epd.bench.synthetic import synthetic_item
+from epd.dataplane.select import Choice
 
 CONCURRENCY: Final = (1, 64)
 
@@ -24,7 +25,7 @@ class _Cost(NamedTuple):
     cpu_us: float
 
 
-async def run(data_planes: list[str], *, quick: bool) -> list[Row]:
+async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
     rounds, many = (3, 3_000) if quick else (5, 20_000)
     rows: list[Row] = []
     for data_plane in data_planes:

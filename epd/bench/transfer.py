@@ -12,6 +12,7 @@ from epd.bench.pair import Pair, pair
 from epd.bench.raw import RawCopy, RawMooncake
 from epd.bench.report import Row
 from epd.bench.synthetic import synthetic_item
+from epd.dataplane.select import Choice
 
 SIZES: Final = {65_536: 60, 1_048_576: 40, 19_300_000: 10, 154_300_000: 4}
 """Bytes, and how often each is measured in a round."""
@@ -19,7 +20,7 @@ QUICK_SIZES: Final = {65_536: 20, 1_048_576: 10, 19_300_000: 3}
 REGION_NBYTES: Final = 192 * 1024 * 1024
 
 
-async def run(data_planes: list[str], *, quick: bool) -> list[Row]:
+async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for data_plane in data_planes:
         async with pair(data_plane, 2, REGION_NBYTES) as connected:

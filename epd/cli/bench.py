@@ -10,7 +10,7 @@ import uvloop
 
 from epd.bench import throughput, transfer
 from epd.bench.report import Row, machine
-from epd.dataplane.select import open_plane
+from epd.dataplane.select import Choice, open_plane
 from epd.protocol.errors import DataPlaneError
 
 Scenario = Callable[..., Awaitable[list[Row]]]
@@ -27,7 +27,7 @@ SCENARIOS: dict[str, Scenario] = {"transfer": transfer.run, "throughput": throug
     help="Default: every plane that works here.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def bench_command(scenario: str, quick: bool, data_plane: str, as_json: bool) -> None:
+def bench_command(scenario: str, quick: bool, data_plane: Choice, as_json: bool) -> None:
     """Measure SCENARIO: `transfer` (latency) or `throughput` (zero-byte transfers)."""
     rows = uvloop.run(_run(SCENARIOS[scenario], _planes(data_plane), quick))
     report = {"scenario": scenario, "rows": [row.as_json() for row in rows], "machine": machine()}
@@ -37,11 +37,11 @@ def bench_command(scenario: str, quick: bool, data_plane: str, as_json: bool) ->
         _print(report)
 
 
-async def _run(scenario: Scenario, data_planes: list[str], quick: bool) -> list[Row]:
+async def _run(scenario: Scenario, data_planes: list[Choice], quick: bool) -> list[Row]:
     return await scenario(data_planes, quick=quick)
 
 
-def _planes(choice: str) -> list[str]:
+def _planes(choice: Choice) -> list[Choice]:
     if choice != "auto":
         return [choice]
     try:
