@@ -147,6 +147,7 @@ def end_of(plane: DataPlane, session: SessionId, wanted: Piece) -> ReadState:
 
 
 def held() -> tuple[int, int, int]:
-    """What this process holds: descriptors, threads, mappings of memfds."""
+    """What this process holds: descriptors, threads (the engine's too), mappings of memfds."""
     maps = Path("/proc/self/maps").read_text().count("memfd:epd-")
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+    executors = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - executors, maps
