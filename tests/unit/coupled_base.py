@@ -34,6 +34,7 @@ class Faults(NamedTuple):
     read_fails: float = 0.0
     read_hangs: float = 0.0
     forward_fails: float = 0.0
+    forward_hangs: float = 0.0
     media_fail: float = 0.0
     early_timers: bool = False
 

@@ -43,7 +43,7 @@ class EncoderNode:
         # worker
         self.queue: dict[bytes, LeaseId] = {}
         self.running: tuple[bytes, LeaseId, int] | None = None
-        self.killed = False
+        self.hangs = self.killed = False
 
     def tell(self, queue: str, handler: Callable[..., None], *args: Any) -> None:
         self.world.tell((self.name, queue), self._if_alive, handler, args)
@@ -202,19 +202,23 @@ class EncoderNode:
         self.killed = self.running is not None and self.running[0] == sha256
 
     def work(self) -> bool:
+        """Start or end a forward; one that hangs ends only by the worker's death."""
         if self.running is not None:
+            if self.hangs and not self.killed:
+                return False
             sha256, staged, extent = self.running
             error: ErrorValue | None = None
             if self.killed or self.world.chance(self.world.faults.forward_fails):
                 error = failure()
             self._write(staged, extent, sha256 if error is None else "half")
-            self.running, self.killed = None, False
+            self.running, self.hangs, self.killed = None, False, False
             self.tell("encode>dedup", self.jobs.feed, sha256, jobs.ForwardEnded(error))
             return True
         if self.queue:
             sha256 = next(iter(self.queue))
             staged = self.queue.pop(sha256)
             self.running = (sha256, staged, self.staged[staged][1])
+            self.hangs = self.world.chance(self.world.faults.forward_hangs)
             self._write(staged, self.running[2], "half")
             self.tell("encode>dedup", self.jobs.feed, sha256, jobs.ForwardStarted())
             return True

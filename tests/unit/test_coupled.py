@@ -15,11 +15,12 @@ ROUGH = Faults(
     session_ends=5,
     crashes=2,
     evictions=12,
-    cancels=3,
+    cancels=1,
     drains=2,
     read_fails=0.05,
     read_hangs=0.1,
     forward_fails=0.1,
+    forward_hangs=0.1,
     media_fail=0.05,
     early_timers=True,
 )
