@@ -63,6 +63,7 @@ def test_a_rule_holds_where_it_is_meant_to() -> None:
     assert found("import asyncio\nasyncio.create_task(f())", "epd/runtime/supervisor.py") == []
     assert found("import asyncio\nasyncio.create_task(f())", "tests/unit/test_x.py") == []
     assert found("import pickle", "epd/protocol/safe_pickle.py") == []
+    assert found("import time\ntime.time()", "epd/runtime/clock.py") == []
     assert found("import time\ntime.sleep(1)", "epd/dataplane/poller.py") == []
 
 
