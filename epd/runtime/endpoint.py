@@ -96,8 +96,16 @@ class Endpoint:
         self._sessions: dict[SessionId, Session] = {}
         self._dialled_lanes: dict[LaneSocket, Session] = {}
         self._listening: dict[Lane, ListeningLane] = {}
-        self._intake = Intake(self._table, self._sessions, handler, self._greet, self._welcome, self._answer)
         self._flusher = Flusher(clock, timers, self._lose, self._tell_writable, self.lane_failed)
+        self._intake = Intake(
+            self._table,
+            self._sessions,
+            handler,
+            self._greet,
+            self._welcome,
+            self._answer,
+            self._flusher.later,
+        )
         self._probes = {lane: Probe(clock, timers, partial(self._probe, lane)) for lane in Lane}
         self._media_address = ""
         self._draining = False

@@ -26,7 +26,8 @@ _MAX_REASON_CHARS: Final = 1000
 
 class Intake:
     """`greet(session, hello)` makes a session of a stranger's `Hello`, `welcome(session, welcome)`
-    opens one of ours; `answer(session, rejected)` answers on a listener's control lane."""
+    opens one of ours; `answer(session, rejected)` answers on a listener's control lane;
+    `media_ready(session)`: the dialler's media lane has come, what is queued for it may go."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Intake:
         greet: Callable[[SessionId, Hello], None],
         welcome: Callable[[Session, Welcome], None],
         answer: Callable[[SessionId, Rejected], None],
+        media_ready: Callable[[Session], None],
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._table = table
@@ -44,6 +46,7 @@ class Intake:
         self._greet = greet
         self._welcome = welcome
         self._answer = answer
+        self._media_ready = media_ready
 
     def take_accepted(self, lane: Lane, parts: list[Any]) -> None:
         """A message that came in at a listening lane: the routing id, and what should be one frame."""
@@ -110,7 +113,9 @@ class Intake:
         messages = self._decode(session, frame)
         if messages is None:
             return
-        session.media_ready = session.media_ready or frame.lane is Lane.MEDIA
+        if frame.lane is Lane.MEDIA and not session.media_ready:
+            session.media_ready = True
+            self._media_ready(session)
         if not session.is_open:
             if not messages or not isinstance(messages[0], Welcome):
                 self._refuse(session, "the first frame is no Welcome")
