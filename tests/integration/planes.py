@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from epd.dataplane.base import DataPlane, Piece, ReadState
-from epd.dataplane.poller import PeerOpened, ReadDone, ReadPoller, ReadRequest, ReadResult
+from epd.dataplane.poller import PeerOpened, PollerFailed, ReadDone, ReadPoller, ReadRequest, ReadResult
 from epd.memory.region import Region
 from epd.protocol.ids import ReadId, RegionId, Seal, SessionId
 from epd.protocol.messages import RegionDescriptor, Source
@@ -100,6 +100,7 @@ class Reader:
             for result in self.results:
                 if isinstance(result, kind) and key == result[0]:
                     return result
+                assert not isinstance(result, PollerFailed), result.reason
             self._arrived.clear()
             await self._arrived.wait()
 
