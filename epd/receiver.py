@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import uvloop
 
@@ -29,7 +29,7 @@ class EmbeddingReceiver:
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._stop: asyncio.Event
+        self._stop: asyncio.Future[None]
         self.node: PrefillNode
         self._thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
 
@@ -85,7 +85,7 @@ class EmbeddingReceiver:
     def close(self) -> None:
         """Stop the node: open requests are dropped, views become invalid. Idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self._hop(self._say_stop)
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -105,6 +105,10 @@ class EmbeddingReceiver:
         except RuntimeError:  # closed: the pool is gone with the node
             return
 
+    def _say_stop(self) -> None:
+        if not self._stop.done():
+            self._stop.set_result(None)
+
     def _run(self) -> None:
         try:
             uvloop.run(self._main())
@@ -115,13 +119,11 @@ class EmbeddingReceiver:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+        self._stop = self._loop.create_future()
         async with PrefillNode(self._config) as node:
             self.node = node
             self._started.set()
-            stopping = asyncio.create_task(self._stop.wait())
-            ended: set[asyncio.Future[Any]] = {stopping, node.failure}
+            ended = (self._stop, node.failure)
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
             if node.failure.done():
                 node.failure.result()

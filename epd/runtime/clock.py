@@ -13,3 +13,8 @@ class Clock(Protocol):
 class MonotonicClock:
     def now_s(self) -> float:
         return time.monotonic()
+
+
+def unix_s() -> float:
+    """Seconds of the wall clock, for people to read; it jumps, so nothing is decided by it."""
+    return time.time()

@@ -1,7 +1,6 @@
 """Writes a trace file while a node runs."""
 
 import os
-import time
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ from epd.protocol.ids import Incarnation, NodeId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import Role
 from epd.protocol.trace import TraceHeader, append_header, append_limits, append_step
+from epd.runtime.clock import unix_s
 from epd.runtime.timers import TimerHandle, Timers
 
 FLUSH_NBYTES: Final = 64 * 1024
@@ -53,7 +53,7 @@ class Recorder:
         except OSError as error:
             message = f"trace: cannot write {str(self.path)!r}: {error.strerror}"
             raise ConfigError(message, key="trace", given=str(self.path)) from error
-        header = TraceHeader(node=node, role=role, incarnation=incarnation, started_unix_s=time.time())
+        header = TraceHeader(node=node, role=role, incarnation=incarnation, started_unix_s=unix_s())
         append_header(self._buffer, header)
         self.flush()
 
