@@ -54,14 +54,9 @@ class _Open:
         """Done when the outcome is here and, as rows travel on the other lane, all of them too."""
         if self.outcome is None or self.done.done():
             return
-        whole = all(
-            len(got) == item.nbytes
-            for got, item in zip(self.rows, self.outcome.items, strict=False)
-        )
+        whole = all(len(got) == item.nbytes for got, item in zip(self.rows, self.outcome.items, strict=False))
         if not self.wants_rows or self.outcome.error is not None or whole:
-            self.done.set_result(
-                Result(self.outcome, tuple(bytes(got) for got in self.rows))
-            )
+            self.done.set_result(Result(self.outcome, tuple(bytes(got) for got in self.rows)))
 
 
 class NodeClient:
@@ -155,9 +150,7 @@ class NodeClient:
         if not self._opened.done():
             self._opened.set_result(peer)
 
-    def session_ended(
-        self, session: SessionId, peer: PeerInfo | None, code: str, reason: str
-    ) -> None:
+    def session_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         self._session = None
         if not self._opened.done():
             kind = BY_CODE.get(code, PeerUnreachable)
