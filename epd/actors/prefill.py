@@ -202,8 +202,7 @@ class PrefillActor(Actor[Mail]):
             case SubmitRequest():
                 self._submit(message)
             case DeliveryNews():
-                event = t.Taken() if message.news == "taken" else t.Released()
-                self._feed(message.transfer, event)
+                self._hear_consumer(message)
             case CancelRequest():
                 transfer = self._by_id.get(message.request_id)
                 if transfer is not None:
@@ -309,11 +308,17 @@ class PrefillActor(Actor[Mail]):
             open_request.extents = answer.extents
         self._feed(answer.transfer, t.RoomLeased(answer.lease))
 
-    def _feed(self, transfer: TransferId, event: Event) -> None:
-        self._transfers.feed(transfer, event)
-        open_request = self._open.get(transfer)
+    def _hear_consumer(self, message: DeliveryNews) -> None:
+        if message.news == "released":
+            self._feed(message.transfer, t.Released())
+            return
+        self._feed(message.transfer, t.Taken())  # has no effects, so `_perform` is not called
+        open_request = self._open.get(message.transfer)
         if open_request is not None:
             self._note_state(open_request)
+
+    def _feed(self, transfer: TransferId, event: Event) -> None:
+        self._transfers.feed(transfer, event)
 
     def _note_state(self, open_request: _Request) -> None:
         state = self._transfers.state(open_request.transfer)
