@@ -229,15 +229,25 @@ def frame(session: int, sequence: int, *messages: AnyMessage, lane: Lane = Lane.
     return build_frame(lane, SessionId(session), sequence, [encode_message(m) for m in messages])
 
 
-async def last_word_from(socket: zmq.Socket[bytes]) -> tuple[str, str]:
-    """Code and reason of the next `Rejected`, which is outside the sequence; passes over heartbeats."""
+async def word_from(socket: zmq.Socket[bytes]) -> AnyMessage:
+    """The next message that is no heartbeat (those may come at any time, after a `Welcome` in its frame).
+
+    A `Rejected` is outside the sequence, everything else is in it.
+    """
     while True:
         received = await frame_from(socket)
-        [message] = decode_body(received)
-        if isinstance(message, Rejected):
-            assert received.sequence == OUTSIDE
-            return message.code, message.reason
-        assert isinstance(message, Heartbeat)
+        words = [message for message in decode_body(received) if not isinstance(message, Heartbeat)]
+        assert len(words) <= 1
+        for word in words:
+            assert (received.sequence == OUTSIDE) == isinstance(word, Rejected)
+            return word
+
+
+async def last_word_from(socket: zmq.Socket[bytes]) -> tuple[str, str]:
+    """Code and reason of the next word, which is a `Rejected`."""
+    word = await word_from(socket)
+    assert isinstance(word, Rejected)
+    return word.code, word.reason
 
 
 def welcome_of(ours: Hello, media_address: str) -> Welcome:
