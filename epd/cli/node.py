@@ -1,0 +1,118 @@
+"""`epd-node`: one node in a process of its own."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+import structlog
+import uvloop
+
+from epd.cli.main import run_command
+from epd.config import Config, load_config
+from epd.node import EncoderNode, PrefillNode
+from epd.observe.log import configure_logging
+from epd.protocol.errors import ConfigError, DataPlaneError
+
+_log = structlog.get_logger()
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@click.command("epd-node", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--role", type=click.Choice(["encoder", "prefill"]), help="What this node does.")
+@click.option("--config", "config_file", metavar="FILE.toml", help="Settings; flags go over them.")
+@click.option("--node", metavar="NAME", help="For logs. Default: ROLE-HOST-PORT.")
+@click.option("--listen", metavar="tcp://HOST:PORT", help="Default: a free loopback port.")
+@click.option("--encoders", metavar="tcp://H:P,...", help="Whom a prefill node reads from.")
+@click.option("--data-plane", metavar="auto|mooncake|shm", help="Default: auto.")
+@click.option("--model", metavar="builtin:NAME|callable:MODULE:NAME", help="What an encoder runs.")
+@click.option("--device", metavar="auto|cpu", help="Where forwards run.")
+@click.option("--verify", metavar="seal|checksum", help="What proves that a read is whole.")
+@click.option("--trace", metavar="FILE", help="Record every step of every machine.")
+@click.option("--log-format", metavar="auto|json|console", help="Logs go to standard error.")
+def node_command(config_file: str | None, encoders: str | None, **flags: str | None) -> int:
+    """Run an encoder or a prefill node until SIGTERM, which drains it; a second one stops it at once.
+
+    Prints one JSON line on standard output when ready.
+    """
+    overrides: dict[str, Any] = dict(flags)
+    if encoders is not None:
+        overrides["encoders"] = [address.strip() for address in encoders.split(",")]
+    config = load_config(config_file, overrides)
+    configure_logging(config.log_format)
+    try:
+        return uvloop.run(serve(config))
+    except DataPlaneError as error:  # chosen, or sized, by the configuration
+        raise ConfigError(f"data_plane: {error.message}", key="data_plane") from error
+
+
+async def serve(config: Config) -> int:
+    """Run until stopped (0) or until the incarnation has failed (1)."""
+    loop = asyncio.get_running_loop()
+    stopping: asyncio.Future[None] = loop.create_future()
+
+    def stop() -> None:
+        if not stopping.done():
+            stopping.set_result(None)
+
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    node = EncoderNode(config) if config.role == "encoder" else PrefillNode(config)
+    async with node:
+        _say_ready(node)
+        # What exists now stays: without it each full collection would walk over it, for 0.1 s and more.
+        gc.collect()
+        gc.freeze()
+        await asyncio.wait((stopping, node.failure), return_when=asyncio.FIRST_COMPLETED)
+        if not node.failure.done():
+            await _drain(node, config.drain_timeout_s)
+        if node.failure.done() and node.failure.exception() is not None:
+            click.echo(f"{node.node_id}: {node.failure.exception()}", err=True)
+            return 1
+    return 0
+
+
+async def _drain(node: EncoderNode | PrefillNode, timeout_s: float) -> None:
+    """Until idle, out of time, stopped by a second signal, or failed."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as scope:
+
+            def give_up(*_: object) -> None:
+                if not scope.expired():
+                    scope.reschedule(loop.time())
+
+            for number in _STOP_SIGNALS:
+                loop.add_signal_handler(number, give_up)
+            node.failure.add_done_callback(give_up)
+            _log.info("draining", node=node.node_id, timeout_s=timeout_s)
+            drained = await node.drain(timeout_s)
+            _log.info("drained" if drained else "drain timed out", node=node.node_id)
+
+
+def _say_ready(node: EncoderNode | PrefillNode) -> None:
+    ready = {
+        "event": "ready",
+        "node": node.node_id,
+        "listen": node.listen,
+        "role": node.role,
+        "data_plane": node.data_plane,
+        "pid": os.getpid(),
+    }
+    with contextlib.suppress(OSError):  # nobody reads our output: not a reason to stop serving
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+    _log.info("ready", **{key: value for key, value in ready.items() if key != "event"})
+
+
+def main() -> None:
+    sys.exit(run_command(node_command))
+
+
+if __name__ == "__main__":
+    main()

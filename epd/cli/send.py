@@ -1,0 +1,191 @@
+"""`epd send`: pictures to a prefill node, embeddings back."""
+
+import asyncio
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import uvloop
+
+from epd.client import NodeClient, Result
+from epd.protocol.errors import EpdError, PeerUnreachable, SessionLost, SessionRejected, SiblingFailed
+from epd.protocol.messages import EmbeddingSpec, ErrorValue, ItemOutcome, WantedDType
+from epd.request import ImageItem
+
+
+class Sent(NamedTuple):
+    """What became of one argument."""
+
+    item: str
+    outcome: ItemOutcome | None
+    error: ErrorValue | None
+
+    def as_json(self) -> dict[str, Any]:
+        spec = self.outcome.spec if self.outcome is not None else None
+        error = self.error
+        return {
+            "item": self.item,
+            "ok": error is None,
+            "rows": spec.rows if spec else None,
+            "dim": spec.dim if spec else None,
+            "dtype": spec.dtype if spec else None,
+            "nbytes": self.outcome.nbytes if self.outcome else None,
+            "sha256": self.outcome.sha256.hex() if self.outcome else None,
+            "grid_thw": grid_thw(spec) if spec else None,
+            "error": {"code": error.code, "message": error.message} if error else None,
+        }
+
+
+class Options(NamedTuple):
+    deadline_s: float
+    dtype: WantedDType
+    save: Path | None
+
+
+@click.command("send")
+@click.option("--to", "address", required=True, metavar="tcp://PREFILL", help="The prefill node's address.")
+@click.option("--save", type=click.Path(file_okay=False, path_type=Path), help="Save .safetensors here.")
+@click.option("--together", is_flag=True, help="One request for all files: all or none.")
+@click.option("--concurrency", type=click.IntRange(1, 4096), default=16, show_default=True)
+@click.option(
+    "--deadline", type=click.FloatRange(0.001, 86_400), default=60.0, show_default=True, metavar="S"
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the model's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=str))
+def send_command(
+    address: str,
+    save: Path | None,
+    together: bool,
+    concurrency: int,
+    deadline: float,
+    dtype: WantedDType | None,
+    as_json: bool,
+    images: tuple[str, ...],
+) -> int:
+    """Send IMAGES to a prefill node, one request per file, and show what came back.
+
+    Exit status: 0 all delivered, 1 some failed, 2 the node cannot be reached.
+    """
+    options = Options(deadline, dtype or "model", save)
+    groups = [images] if together else [(image,) for image in images]
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+    try:
+        results = uvloop.run(_send_all(address, groups, concurrency, options))
+    except (PeerUnreachable, SessionRejected) as error:
+        click.echo(f"{error.code}: {error.message}", err=True)
+        return 2
+    ok = all(result.error is None for result in results)
+    if as_json:
+        report = {"ok": ok, "requests": len(groups), "results": [result.as_json() for result in results]}
+        click.echo(json.dumps(report))
+    else:
+        _show(results)
+    return 0 if ok else 1
+
+
+async def _send_all(
+    address: str, groups: Sequence[Sequence[str]], concurrency: int, options: Options
+) -> list[Sent]:
+    """As many requests at a time as `concurrency` says, files opened when it is their turn."""
+    results: list[list[Sent]] = [[] for _ in groups]
+    async with NodeClient(address) as client:
+        turns = iter(enumerate(groups))
+
+        async def work() -> None:
+            for index, group in turns:
+                results[index] = await _send_group(client, group, options)
+
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(concurrency, len(groups))):
+                workers.create_task(work())
+    return [sent for group in results for sent in group]
+
+
+async def _send_group(client: NodeClient, images: Sequence[str], options: Options) -> list[Sent]:
+    items, errors = await asyncio.to_thread(_open, images)
+    if errors:
+        return list(_failed(images, errors))
+    try:
+        result = await client.submit(
+            items, deadline_s=options.deadline_s, dtype=options.dtype, rows=options.save is not None
+        )
+    except SessionLost as lost:
+        return [Sent(image, None, lost.as_value()) for image in images]
+    error = result.outcome.error
+    if error is not None:
+        if error.item is None or not 0 <= error.item < len(images):
+            return [Sent(image, None, error) for image in images]
+        return list(_failed(images, {error.item: error}))
+    if options.save is not None:
+        await asyncio.to_thread(_save, options.save, items, result)
+    return [Sent(image, outcome, None) for image, outcome in zip(images, result.outcome.items, strict=True)]
+
+
+def _open(images: Sequence[str]) -> tuple[list[ImageItem], dict[int, ErrorValue]]:
+    items: list[ImageItem] = []
+    errors: dict[int, ErrorValue] = {}
+    for index, image in enumerate(images):
+        try:
+            items.append(ImageItem.from_file(image))
+        except EpdError as error:
+            errors[index] = error.as_value()
+    return items, errors
+
+
+def _failed(images: Sequence[str], errors: dict[int, ErrorValue]) -> Iterator[Sent]:
+    """Each its own error; those to blame for nothing say so."""
+    first = min(errors)
+    sibling = SiblingFailed(f"{images[first]} of the same request failed: {errors[first].code}").as_value()
+    for index, image in enumerate(images):
+        yield Sent(image, None, errors.get(index, sibling))
+
+
+def _save(folder: Path, items: Sequence[ImageItem], result: Result) -> None:
+    """One file per item: its name and the start of its hash, so that equal names do not collide."""
+    import torch
+    from safetensors.torch import save_file
+
+    for item, outcome, rows in zip(items, result.outcome.items, result.rows, strict=True):
+        spec = outcome.spec
+        flat = torch.frombuffer(bytearray(rows) or bytearray(1), dtype=torch.uint8)[: spec.nbytes]
+        tensors = {"embedding": flat.view(getattr(torch, spec.dtype)).view(spec.rows, spec.dim)}
+        for aux in spec.aux:
+            data = torch.frombuffer(bytearray(aux.data), dtype=getattr(torch, aux.dtype))
+            tensors[aux.name] = data.view(aux.shape)
+        name = f"{os.path.basename(item.name)}-{_tag(item)}.safetensors"
+        save_file(tensors, folder / name)
+
+
+def _tag(item: ImageItem) -> str:
+    """Of the path and the media: one name, one file, whatever was given twice."""
+    return hashlib.sha256(os.fsencode(item.name) + item.sha256).hexdigest()[:12]
+
+
+def grid_thw(spec: EmbeddingSpec) -> list[list[int]] | None:
+    """The `grid_thw` of an item as rows of [t, h, w]."""
+    for aux in spec.aux:
+        if aux.name == "grid_thw" and aux.dtype == "int64":
+            values = [number for (number,) in struct.iter_unpack("<q", aux.data)]
+            return [values[start : start + 3] for start in range(0, len(values), 3)]
+    return None
+
+
+def _show(results: Sequence[Sent]) -> None:
+    for sent in results:
+        name = os.fsencode(sent.item).decode(errors="replace")
+        if sent.outcome is None:
+            assert sent.error is not None
+            click.echo(f"{name}  {sent.error.code}: {sent.error.message}")
+        else:
+            spec = sent.outcome.spec
+            click.echo(
+                f"{name}  {spec.rows}x{spec.dim} {spec.dtype}  {sent.outcome.nbytes} B  "
+                f"sha256 {sent.outcome.sha256.hex()[:16]}"
+            )
