@@ -152,10 +152,11 @@ class NodeClient:
 
     def session_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         self._session = None
+        what = reason if self.address in reason else f"{self.address}: {reason or code}"
         if not self._opened.done():
             kind = BY_CODE.get(code, PeerUnreachable)
-            self._opened.set_exception(kind(f"{self.address}: {reason or code}"))
-        lost: EpdError = SessionLost(f"{self.address}: {reason or code}")
+            self._opened.set_exception(kind(what))
+        lost: EpdError = SessionLost(what)
         for opened in self._requests.values():
             if not opened.done.done():
                 opened.done.set_exception(lost)

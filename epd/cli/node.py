@@ -80,19 +80,21 @@ async def serve(config: Config) -> int:
 async def _drain(node: EncoderNode | PrefillNode, timeout_s: float) -> None:
     """Until idle, out of time, stopped by a second signal, or failed."""
     loop = asyncio.get_running_loop()
+    _log.info("draining", node=node.node_id, timeout_s=timeout_s)
+    drained, draining = False, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(None) as scope:
 
             def give_up(*_: object) -> None:
-                if not scope.expired():
+                if draining:
                     scope.reschedule(loop.time())
 
             for number in _STOP_SIGNALS:
                 loop.add_signal_handler(number, give_up)
             node.failure.add_done_callback(give_up)
-            _log.info("draining", node=node.node_id, timeout_s=timeout_s)
             drained = await node.drain(timeout_s)
-            _log.info("drained" if drained else "drain timed out", node=node.node_id)
+    draining = False
+    _log.info("drained" if drained else "drain given up", node=node.node_id)
 
 
 def _say_ready(node: EncoderNode | PrefillNode) -> None:
