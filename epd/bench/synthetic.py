@@ -11,6 +11,7 @@ standard input.
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from epd.encoders.base import MediaItem
 from epd.forward.base import ForwardItem, ItemResult, WorkerEvents
 from epd.memory.region import Region
 from epd.node import EncoderNode
+from epd.observe.log import configure_logging
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
 from epd.request import ImageItem
 
@@ -91,6 +93,7 @@ async def serve(data_plane: str, regions: int, region_nbytes: int) -> None:
 
 def main() -> None:
     data_plane, regions, region_nbytes = sys.argv[1:]
+    configure_logging(level=logging.WARNING)
     uvloop.run(serve(data_plane, int(regions), int(region_nbytes)))
 
 

@@ -1,11 +1,13 @@
 """`epd`: the commands for people. A command that is not used is not imported."""
 
 import importlib
+import logging
 import sys
 from typing import Any, Final
 
 import click
 
+from epd.observe.log import configure_logging
 from epd.protocol.errors import ConfigError, EpdError
 
 _COMMANDS: Final = {
@@ -32,6 +34,7 @@ class _Commands(click.Group):
 @click.version_option(package_name="epd")
 def epd() -> None:
     """Move vision embeddings from encoder nodes to prefill nodes."""
+    configure_logging(level=logging.WARNING)
 
 
 def run_command(command: click.Command) -> int:

@@ -67,8 +67,10 @@ class _StructlogHandler(logging.Handler):
         )
 
 
-def configure_logging(log_format: LogFormat = "auto", fd: int = _STDERR_FD) -> LogWriter:
-    """Log to `fd`, from INFO on; for commands only. `auto` is `console` on a terminal, else `json`."""
+def configure_logging(
+    log_format: LogFormat = "auto", fd: int = _STDERR_FD, level: int = logging.INFO
+) -> LogWriter:
+    """Log to `fd`, from `level` on; for commands only. `auto` is `console` on a terminal, else `json`."""
     writer = LogWriter(fd)
     console = log_format == "console" or (log_format == "auto" and os.isatty(fd))
     shared: list[Processor] = [
@@ -83,7 +85,7 @@ def configure_logging(log_format: LogFormat = "auto", fd: int = _STDERR_FD) -> L
         rendered = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[*shared, *rendered],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=writer),  # type: ignore[arg-type]  # write and flush
         cache_logger_on_first_use=False,
     )
