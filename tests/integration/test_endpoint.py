@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 from session_nodes import (
+    FAIL_AFTER_S,
     Process,
     RawPeer,
     TestNode,
@@ -41,6 +42,7 @@ from epd.protocol.session import OUTSIDE, SESSION_OVER, FrameReceived, FrameSent
 from epd.protocol.wire import HEADER_NBYTES, MEDIA_CHUNK_NBYTES, Lane, decode_body
 from epd.runtime import endpoint as endpoint_module
 from epd.runtime.addresses import Address, resolve
+from epd.runtime.lanes import READ_BATCH, SendResult, routing_id_of
 from epd.runtime.outbox import MAX_MEDIA_MESSAGES
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -531,18 +533,61 @@ async def test_a_newer_session_of_a_node_ends_its_older_one_first_on_both_sides(
         assert list(node.endpoint.peers()) == [newer]
 
 
+async def test_a_welcome_of_a_node_ends_our_older_session_with_it_first(
+    prefill: TestNode, raw: RawPeer
+) -> None:
+    """Its listener has not ended the older one: it is stopped, say, behind another address."""
+    sessions = []
+    for incarnation in range(2):
+        router, address = raw.listen()
+        _, media_address = raw.listen()
+        session = prefill.endpoint.dial(address)
+        routing_id, _ = await parts_from(router)
+        welcome = welcome_of(hello("raw", "encoder", incarnation=incarnation), media_address)
+        router.send_multipart([routing_id, frame(session, 0, welcome)])
+        await prefill.opened(incarnation + 1)
+        sessions.append(session)
+    kinds = [(type(event).__name__, event.session) for event in prefill.seen]
+    assert kinds == [("Opened", sessions[0]), ("Lost", sessions[0]), ("Opened", sessions[1])]
+
+
+async def test_all_that_a_dead_dialler_had_sent_is_read_before_its_loss(encoder: TestNode) -> None:
+    """More frames than one batch, all there before the loop looks, and a send that names the loss first."""
+    count = 3 * READ_BATCH - 1
+    raw = RawPeer()
+    control, session, _ = await raw_session(raw, encoder)
+    # From here on the loop has no turn until everything has happened.
+    for number in range(1, count + 1):
+        control.send(frame(session, number, Goodbye(f"{number}")))
+    control.close(int(FAIL_AFTER_S * 1000))
+    raw.context.term()
+    lane = encoder.endpoint._listening[Lane.CONTROL]
+    while lane.send(routing_id_of(SessionId(session)), b"") is not SendResult.GONE:
+        pass
+    encoder.endpoint.send(SessionId(session), Goodbye("to nobody"))
+    assert (await encoder.ended(SessionId(session))).code == "session_lost"
+    assert encoder.messages_seen == [Goodbye(f"{number}") for number in range(1, count + 1)]
+
+
 async def test_what_a_dialler_sent_just_before_it_closed_arrives(
     prefill: TestNode, encoder: TestNode
 ) -> None:
+    """More than the kernel takes at once."""
     session = await meet(prefill, encoder)
-    words: list[ControlMessage] = [Goodbye(f"{number:06d}" * 2000) for number in range(100)]
+    words: list[ControlMessage] = [Goodbye(f"{number:06d}" * 10000) for number in range(250)]
     for word in words:
         prefill.endpoint.send(session, word)
-    prefill.endpoint.close(session, "draining", "had enough")
-    assert prefill.lost[-1][2:] == ("draining", "had enough")
-    lost = await encoder.ended(session)
-    assert lost[2:] == ("draining", "had enough")
+    await prefill.close(FAIL_AFTER_S)
+    assert (await encoder.ended(session)).code == "draining"
     assert encoder.messages_seen == words
+
+
+async def test_a_session_that_is_closed_tells_both_sides_why(prefill: TestNode, encoder: TestNode) -> None:
+    session = await meet(prefill, encoder)
+    prefill.endpoint.close(session, "data_plane", "had enough")
+    assert prefill.lost[-1][2:] == ("data_plane", "had enough")
+    assert not prefill.endpoint.send(session, Goodbye("too late"))
+    assert (await encoder.ended(session))[2:] == ("data_plane", "had enough")
 
 
 async def test_what_a_listener_sent_just_before_it_closed_arrives(
@@ -641,6 +686,16 @@ async def test_300_sessions_open_and_close_and_leave_no_descriptor(make: Make) -
 
 
 # -- media -----------------------------------------------------------------------------------
+
+
+async def test_media_given_before_the_peers_media_lane_is_there_go_when_it_comes(
+    prefill: TestNode, encoder: TestNode
+) -> None:
+    encoder.on_opened = lambda session: encoder.endpoint.send_media(session, chunk(7))
+    prefill.endpoint.dial(encoder.address)
+    [received] = await prefill.received(1)
+    assert isinstance(received, MediaChunk)
+    assert received.offset == 7
 
 
 @pytest.mark.parametrize("from_dialler", [True, False])
