@@ -1,19 +1,25 @@
-"""A dialled lane: one DEALER with a monitor, for one attempt to connect, never used again.
+"""Dialled lanes: for each one DEALER with a monitor, for one attempt to connect, never used again.
 
 A DEALER that reconnects hands what was meant for a dead process to its successor on the same port,
 so `RECONNECT_IVL` is -1 and `IMMEDIATE` set: refused or lost is for good. The first decisive event
 of the monitor settles the attempt; after that `DISCONNECTED` is the loss, about 1 ms after it.
 """
 
+import asyncio
 import struct
+from collections.abc import Callable
 from typing import Final
 
 import zmq
 
+from epd.protocol.errors import PeerUnreachable
 from epd.protocol.ids import SessionId
+from epd.protocol.machine import Event
+from epd.protocol.session import ConnectionLost
 from epd.protocol.wire import Lane
-from epd.runtime.addresses import Address
+from epd.runtime.addresses import Address, is_wildcard, resolve
 from epd.runtime.lanes import LaneOwner, LaneSocket, SendResult, apply_options, routing_id_of
+from epd.runtime.peers import Session
 
 _EVENT: Final = struct.Struct("=HI")
 _UP: Final = 4096  # HANDSHAKE_SUCCEEDED; CONNECTED proves nothing: a stopped process's kernel accepts too
@@ -115,3 +121,88 @@ class DialledLane(LaneSocket):
             elif event in _LOST:
                 return _LOST[event]
         return ""
+
+
+class Dialler:
+    """Connects sessions' lanes; `lanes` are those it has made and not let go of.
+
+    `feed(session, event)` is told of what failed, `flush(session)` that there is a socket to send on.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        handshake_s: float,
+        owner: LaneOwner,
+        feed: Callable[[SessionId, Event], None],
+        flush: Callable[[Session], None],
+    ) -> None:
+        self.lanes: dict[LaneSocket, Session] = {}
+        self._context = context
+        self._handshake_s = handshake_s
+        self._owner = owner
+        self._feed = feed
+        self._flush = flush
+
+    def dial(self, session: Session, lane: Lane, address: Address) -> None:
+        """Resolve, then try one number after the other; `release` ends it.
+
+        A media lane on every interface is dialled where the control lane was.
+        """
+        control = self._own(session.control)
+        if lane is Lane.MEDIA and control is not None and is_wildcard(address.host):
+            address = Address(control.address.host, address.port)
+        session.task = asyncio.get_running_loop().create_task(self._connect(session, lane, address))
+
+    def lost(self, lane: LaneSocket, reason: str) -> None:
+        """A lane of ours was refused or lost: on to the next address, if it had never come up."""
+        session, dialled = self.lanes[lane], self._own(lane)
+        assert dialled is not None
+        if not dialled.is_up and session.candidates:
+            self._drop(dialled, 0.0)
+            self._connect_next(session, lane.lane)
+        else:
+            self._feed(session.id, ConnectionLost(lane.lane, f"{dialled.address}: {reason}"))
+
+    def release(self, session: Session, linger_s: float) -> None:
+        """Close the session's own sockets; what was sent still goes out within `linger_s`."""
+        for lane in (session.control, session.media):
+            dialled = self._own(lane)
+            if dialled is not None:
+                self._drop(dialled, linger_s)
+
+    def close(self) -> None:
+        """Close every socket."""
+        for lane in list(self.lanes):
+            self._drop(lane, 0.0)
+
+    async def _connect(self, session: Session, lane: Lane, address: Address) -> None:
+        try:
+            session.candidates = await resolve(address)
+            self._connect_next(session, lane)
+        except PeerUnreachable as error:
+            self._feed(session.id, ConnectionLost(lane, error.message))
+        except Exception as error:  # any bug of a handler ends the incarnation
+            self._owner.lane_failed(error)
+
+    def _connect_next(self, session: Session, lane: Lane) -> None:
+        address = session.candidates.pop(0)
+        try:
+            dialled = DialledLane(self._context, lane, address, session.id, self._handshake_s, self._owner)
+        except zmq.ZMQError as error:
+            self._feed(session.id, ConnectionLost(lane, f"{address}: {error}"))
+            return
+        self.lanes[dialled] = session
+        if lane is Lane.CONTROL:
+            session.control = dialled
+        else:
+            session.media = dialled
+        self._flush(session)
+
+    def _own(self, lane: LaneSocket | None) -> DialledLane | None:
+        """A lane that was dialled; a listening one is nobody's to close."""
+        return lane if isinstance(lane, DialledLane) else None
+
+    def _drop(self, lane: LaneSocket, linger_s: float) -> None:
+        self.lanes.pop(lane, None)
+        lane.close(linger_s)

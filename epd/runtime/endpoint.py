@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, assert_never
 
-import zmq
-
 from epd.protocol import session as machine
-from epd.protocol.errors import Busy, ConfigError, Draining, PeerUnreachable
+from epd.protocol.errors import Busy, ConfigError, Draining
 from epd.protocol.ids import NodeId, SessionId
 from epd.protocol.machine import Ignored
 from epd.protocol.messages import ControlMessage, Goodbye, Hello, MediaMessage, Rejected, Welcome
@@ -44,9 +42,9 @@ from epd.protocol.session import (
     WelcomeReceived,
 )
 from epd.protocol.wire import Lane
-from epd.runtime.addresses import Address, is_wildcard, parse_address, resolve, resolve_to_bind
+from epd.runtime.addresses import Address, parse_address, resolve_to_bind
 from epd.runtime.clock import Clock
-from epd.runtime.dialler import DialledLane
+from epd.runtime.dialler import Dialler
 from epd.runtime.flusher import Flusher, Probe
 from epd.runtime.intake import Intake
 from epd.runtime.lanes import LaneSocket, ListeningLane, open_context, routing_id_of
@@ -94,9 +92,9 @@ class Endpoint:
         self._context = open_context(max_peers)
         self._table = MachineTable("session", machine, limits, clock, timers, recorder, self._perform)
         self._sessions: dict[SessionId, Session] = {}
-        self._dialled_lanes: dict[LaneSocket, Session] = {}
         self._listening: dict[Lane, ListeningLane] = {}
         self._flusher = Flusher(clock, timers, self._lose, self._tell_writable, self.lane_failed)
+        self._dialler = Dialler(self._context, limits.connect_s, self, self._table.feed, self._flusher.later)
         self._intake = Intake(
             self._table,
             self._sessions,
@@ -175,7 +173,7 @@ class Endpoint:
         self._sessions[session.id] = session
         self._table.feed(session.id, Dialled(address))
         session.outbox.add(self._hello())
-        session.task = self._loop.create_task(self._connect(session, Lane.CONTROL, parsed))
+        self._dialler.dial(session, Lane.CONTROL, parsed)
         return session.id
 
     def send(self, session: SessionId, message: ControlMessage) -> bool:
@@ -188,7 +186,7 @@ class Endpoint:
         if known is None or not known.is_open:
             return False
         if not known.outbox.add(message):
-            self._table.feed(session, CloseWanted(Busy.code, _FULL))
+            self._timers.at(self._clock.now_s(), partial(self.close, session, Busy.code, _FULL))
             return False
         self._flusher.later(known)
         return True
@@ -226,6 +224,7 @@ class Endpoint:
             return
         self._closing = self._loop.create_future()
         self._linger_s = linger_s
+        self._draining = True
         try:
             for session in list(self._sessions):
                 self._table.feed(session, CloseWanted(Draining.code, "the node is stopping"))
@@ -252,7 +251,7 @@ class Endpoint:
         outboxes = [session.outbox for session in self._sessions.values()]
         counts = {
             "sessions": len(self._sessions),
-            "sockets": len(self._listening) + len(self._dialled_lanes),
+            "sockets": len(self._listening) + len(self._dialler.lanes),
             "queued_messages": sum(outbox.messages for outbox in outboxes),
             "queued_chunks": sum(outbox.media_messages for outbox in outboxes),
         }
@@ -375,7 +374,7 @@ class Endpoint:
 
     def lane_received(self, lane: LaneSocket, parts: list[Any]) -> None:
         """Called by a lane."""
-        session = self._dialled_lanes.get(lane)
+        session = self._dialler.lanes.get(lane)
         if session is None:
             self._intake.take_accepted(lane.lane, parts)
         else:
@@ -384,25 +383,19 @@ class Endpoint:
     def lane_woken(self, lane: LaneSocket, count: int) -> None:
         """Called by a lane. A listening one that wakes for nothing has lost a connection, perhaps."""
         self._flusher.woken(lane)
-        if count == 0 and lane not in self._dialled_lanes:
+        if count == 0 and lane not in self._dialler.lanes:
             self._probes[lane.lane].soon(len(self._sessions))
 
     def lane_connected(self, lane: LaneSocket) -> None:
         """Called by a lane."""
-        session = self._dialled_lanes[lane]
+        session = self._dialler.lanes[lane]
         if lane.lane is Lane.MEDIA:
             self._table.feed(session.id, MediaConnected())
         self._flusher.later(session)
 
     def lane_lost(self, lane: LaneSocket, reason: str) -> None:
         """Called by a lane."""
-        session = self._dialled_lanes[lane]
-        assert isinstance(lane, DialledLane)
-        if not lane.is_up and session.candidates:
-            self._drop_lane(lane, 0.0)
-            self._connect_next(session, lane.lane)
-        else:
-            self._table.feed(session.id, ConnectionLost(lane.lane, f"{lane.address}: {reason}"))
+        self._dialler.lost(lane, reason)
 
     def lane_failed(self, error: Exception) -> None:
         """Called by a lane, for what a handler raised."""
@@ -416,51 +409,18 @@ class Endpoint:
         return ListeningLane(self._context, lane, address, self._limits.connect_s, self)
 
     def _dial_media(self, session: Session, text: str) -> None:
-        control = session.control
         try:
             address = parse_address(text, key="media_address")
         except ConfigError as error:
             self._table.feed(session.id, BodyMalformed(error.message))
             return
-        if is_wildcard(address.host) and isinstance(control, DialledLane):
-            address = Address(control.address.host, address.port)
-        session.task = self._loop.create_task(self._connect(session, Lane.MEDIA, address))
-
-    async def _connect(self, session: Session, lane: Lane, address: Address) -> None:
-        """Resolve, then try one number after the other; cancelled when the session ends."""
-        try:
-            session.candidates = await resolve(address)
-            self._connect_next(session, lane)
-        except PeerUnreachable as error:
-            self._table.feed(session.id, ConnectionLost(lane, error.message))
-        except Exception as error:  # any bug of a handler ends the incarnation
-            self.lane_failed(error)
-
-    def _connect_next(self, session: Session, lane: Lane) -> None:
-        address = session.candidates.pop(0)
-        try:
-            dialled = DialledLane(self._context, lane, address, session.id, self._limits.connect_s, self)
-        except zmq.ZMQError as error:
-            self._table.feed(session.id, ConnectionLost(lane, f"{address}: {error}"))
-            return
-        self._dialled_lanes[dialled] = session
-        if lane is Lane.CONTROL:
-            session.control = dialled
-        else:
-            session.media = dialled
-        self._flusher.later(session)
-
-    def _drop_lane(self, lane: LaneSocket, linger_s: float) -> None:
-        self._dialled_lanes.pop(lane, None)
-        lane.close(linger_s)
+        self._dialler.dial(session, Lane.MEDIA, address)
 
     def _release(self, session: Session, linger_s: float) -> None:
         """Let go of everything that is the session's; the listening lanes are not."""
         del self._sessions[session.id]
         self._flusher.forget(session)
-        for lane in (session.control, session.media):
-            if isinstance(lane, DialledLane):
-                self._drop_lane(lane, linger_s)
+        self._dialler.release(session, linger_s)
         session.close()
         self._session_gone.set()
 
@@ -469,8 +429,7 @@ class Endpoint:
         self._table.close()
         for session in list(self._sessions.values()):
             self._release(session, 0.0)
-        for lane in list(self._dialled_lanes):
-            self._drop_lane(lane, 0.0)
+        self._dialler.close()
         for listening in self._listening.values():
             listening.close()
         self._listening.clear()

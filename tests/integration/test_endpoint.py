@@ -40,7 +40,7 @@ from epd.protocol.messages import (
 )
 from epd.protocol.session import OUTSIDE, SESSION_OVER, FrameReceived, FrameSent, SessionLimits
 from epd.protocol.wire import HEADER_NBYTES, MEDIA_CHUNK_NBYTES, Lane, decode_body
-from epd.runtime import endpoint as endpoint_module
+from epd.runtime import dialler
 from epd.runtime.addresses import Address, resolve
 from epd.runtime.lanes import READ_BATCH, SendResult, routing_id_of
 from epd.runtime.outbox import MAX_MEDIA_MESSAGES
@@ -312,7 +312,7 @@ async def test_an_unresolvable_name_ends_its_dial_and_stalls_nobody(
             await answer.wait()
         return await resolve(address)
 
-    monkeypatch.setattr(endpoint_module, "resolve", slow)
+    monkeypatch.setattr(dialler, "resolve", slow)
     bad = prefill.endpoint.dial("tcp://no.such.host.invalid:1")
     session = await meet(prefill, encoder)
     prefill.endpoint.send(session, Goodbye("meanwhile"))
@@ -334,7 +334,7 @@ async def test_every_address_of_a_name_is_tried(
             return [address]
         return [Address("127.0.0.1", free_port()), Address("127.0.0.1", port)]
 
-    monkeypatch.setattr(endpoint_module, "resolve", two)
+    monkeypatch.setattr(dialler, "resolve", two)
     session = prefill.endpoint.dial(f"tcp://two.invalid:{port}")
     await prefill.opened()
     assert session in prefill.endpoint.peers()

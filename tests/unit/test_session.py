@@ -12,6 +12,7 @@ from epd.protocol import session
 from epd.protocol.ids import Incarnation, NodeId
 from epd.protocol.machine import Effect, Event, TimerExpired
 from epd.protocol.messages import Hello, PeerLimits, Role, Welcome
+from epd.protocol.negotiation import check_hello
 from epd.protocol.session import (
     OUTSIDE,
     SESSION_OVER,
@@ -41,7 +42,6 @@ from epd.protocol.session import (
     TellOpened,
     TellSuspect,
     WelcomeReceived,
-    check_hello,
 )
 from epd.protocol.wire import Lane
 
