@@ -1,0 +1,58 @@
+"""Room for sockets and descriptors is made, or refused with both numbers, before the first socket."""
+
+import resource
+
+import pytest
+import zmq
+
+from epd.protocol.errors import ConfigError
+from epd.runtime import lanes
+from epd.runtime.lanes import open_context
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Soft and hard limit of open files, as far as the module can see."""
+    values = [1024, 4096]
+
+    class Pretended:
+        RLIMIT_NOFILE = resource.RLIMIT_NOFILE
+        RLIM_INFINITY = resource.RLIM_INFINITY
+
+        @staticmethod
+        def getrlimit(which: int) -> tuple[int, int]:
+            return values[0], values[1]
+
+        @staticmethod
+        def setrlimit(which: int, wanted: tuple[int, int]) -> None:
+            values[:] = wanted
+
+    monkeypatch.setattr(lanes, "resource", Pretended)
+    return values
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one(limits: list[int]) -> None:
+    open_context(16).term()
+    assert limits == [4096, 4096]
+
+
+def test_an_unlimited_node_is_left_as_it_is(limits: list[int]) -> None:
+    limits[:] = [resource.RLIM_INFINITY, resource.RLIM_INFINITY]
+    open_context(5000).term()
+    assert limits == [resource.RLIM_INFINITY, resource.RLIM_INFINITY]
+
+
+def test_too_few_open_files_are_refused_with_both_numbers(limits: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"limits.max_peers: 1000 peers need 8192 open files, .* 4096"):
+        open_context(1000)
+    assert limits == [1024, 4096]
+
+
+def test_sockets_are_allowed_for_every_peer_before_the_first_is_made() -> None:
+    context = open_context(300)
+    try:
+        assert context.get(zmq.MAX_SOCKETS) >= 300 * 6
+        assert context is not zmq.Context.instance()
+    finally:
+        context.term()
+        zmq.Context.instance().term()
