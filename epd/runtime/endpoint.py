@@ -55,6 +55,8 @@ from epd.runtime.timers import Timers
 
 __all__ = ["Endpoint", "PeerInfo", "SessionHandler"]
 
+EARLY_MESSAGES: Final = 16
+"""So many messages for one peer leave at once: a busy turn of the loop and its peer's then overlap."""
 CLOSE_LINGER_S: Final = 1.0
 """A dialler that ends a session gives what it has queued this long to leave."""
 _MAX_REASON_CHARS: Final = 1000
@@ -189,6 +191,8 @@ class Endpoint:
             self._timers.at(self._clock.now_s(), partial(self.close, session, Busy.code, _FULL))
             return False
         self._flusher.later(known)
+        if known.outbox.messages % EARLY_MESSAGES == 0:
+            self._flusher.early(known)
         return True
 
     def send_media(self, session: SessionId, message: MediaMessage) -> bool:

@@ -42,6 +42,7 @@ class Flusher:
         self._dirty: dict[Session, None] = {}
         self._blocked: dict[LaneSocket, dict[Session, None]] = {}
         self._gone: dict[Session, Lane] = {}
+        self._used: dict[LaneSocket, None] = {}
         self._turn: asyncio.Handle | None = None
         self._retry: TimerHandle | None = None
 
@@ -50,6 +51,11 @@ class Flusher:
         self._dirty[session] = None
         if self._turn is None:
             self._turn = self._loop.call_soon(self._flush)
+
+    def early(self, session: Session) -> None:
+        """Control messages leave before the turn ends, so that the peer works on them meanwhile."""
+        if session.control is not None:
+            self._note(session, session.control, session.outbox.flush_control(session.control))
 
     def now(self, session: Session) -> None:
         """As far as there is room; for last words."""
@@ -74,6 +80,7 @@ class Flusher:
         """Nothing of this object stays in the loop."""
         self._dirty.clear()
         self._gone.clear()
+        self._used.clear()
         self._blocked.clear()
         if self._turn is not None:
             self._turn.cancel()
@@ -85,13 +92,11 @@ class Flusher:
     def _flush(self) -> None:
         self._turn = None
         dirty, self._dirty = self._dirty, {}
-        used: dict[LaneSocket, None] = {}
         try:
             for session in dirty:
-                lanes = (session.control, session.media)
-                used.update((lane, None) for lane in lanes if lane is not None)
                 self._send(session)
-            for lane in used:
+            used, self._used = self._used, {}
+            for lane in used:  # a send may have swallowed the wake-up of what arrived
                 if not lane.closed:
                     lane.read()
             if self._gone:
@@ -112,6 +117,7 @@ class Flusher:
             self._writable(session)
 
     def _note(self, session: Session, lane: LaneSocket, result: SendResult) -> None:
+        self._used[lane] = None
         if result is SendResult.FULL:
             self._blocked.setdefault(lane, {})[session] = None
         elif result is SendResult.GONE:

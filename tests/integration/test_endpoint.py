@@ -14,6 +14,7 @@ from session_nodes import (
     FAIL_AFTER_S,
     Process,
     RawPeer,
+    Suspect,
     TestNode,
     Writable,
     count_descriptors,
@@ -149,13 +150,16 @@ async def test_what_is_sent_as_a_session_opens_arrives_after_the_other_side_has_
     assert batch == (session, [regions])
 
 
-async def test_all_that_one_turn_has_for_one_peer_is_one_frame(prefill: TestNode, encoder: TestNode) -> None:
+async def test_what_one_turn_has_for_one_peer_is_one_frame_for_each_early_messages(
+    prefill: TestNode, encoder: TestNode
+) -> None:
     session = await meet(prefill, encoder)
-    words: list[ControlMessage] = [Goodbye(f"{number}") for number in range(50)]
+    words: list[ControlMessage] = [Goodbye(f"{number}") for number in range(2 * EARLY_MESSAGES + 3)]
     for word in words:
         assert prefill.endpoint.send(session, word)
-    assert await encoder.received(50) == words
-    assert [batch.messages for batch in encoder.batches] == [words]
+    assert await encoder.received(len(words)) == words
+    frames = [words[:EARLY_MESSAGES], words[EARLY_MESSAGES : 2 * EARLY_MESSAGES], words[2 * EARLY_MESSAGES :]]
+    assert [batch.messages for batch in encoder.batches] == frames
 
 
 async def test_more_than_a_frame_holds_is_split_and_stays_in_order(
@@ -613,6 +617,18 @@ async def test_a_listener_waits_for_the_dialler_to_close(encoder: TestNode, raw:
     control.close(0)
     await encoder.close(30.0)  # ends by the loss of the connection: nothing else would in that time
     assert encoder.endpoint.counts()["sessions"] == 0
+
+
+async def test_a_silent_peer_is_suspect_then_dead_and_learns_of_it(make: Make, encoder: TestNode) -> None:
+    """The encoder's heartbeats are an hour apart."""
+    prefill = make("pre", "prefill", limits=SessionLimits(0.02, 0.05, 0.2))
+    session = await meet(prefill, encoder)
+    lost = await prefill.ended(session)
+    assert prefill.seen[-2:] == [Suspect(session, True), lost]
+    assert lost[2:] == ("session_lost", "no frame for 0.2 s")
+    assert lost.peer is not None
+    assert lost.peer.suspect
+    assert (await encoder.ended(session))[2:] == ("session_lost", "no frame for 0.2 s")
 
 
 async def test_a_lost_media_lane_ends_the_session_at_the_listener(encoder: TestNode, raw: RawPeer) -> None:
