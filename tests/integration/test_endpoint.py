@@ -43,6 +43,7 @@ from epd.protocol.session import OUTSIDE, SESSION_OVER, FrameReceived, FrameSent
 from epd.protocol.wire import HEADER_NBYTES, MEDIA_CHUNK_NBYTES, Lane, decode_body
 from epd.runtime import dialler
 from epd.runtime.addresses import Address, resolve
+from epd.runtime.endpoint import EARLY_MESSAGES
 from epd.runtime.lanes import READ_BATCH, SendResult, routing_id_of
 from epd.runtime.outbox import MAX_MEDIA_MESSAGES
 
