@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
 
-from epd.bench.synthetic import synthetic_item
 from epd.config import load_config
 from epd.dataplane.base import DataPlane, ReadState
 from epd.dataplane.select import Choice, open_plane
@@ -17,6 +16,7 @@ from epd.node import PrefillNode
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import RegionDescriptor
 from epd.request import Delivery, EmbeddingRequest, ImageItem
+from epd.testing.synthetic import synthetic_item
 
 
 class Encoder(NamedTuple):

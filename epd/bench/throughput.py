@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 from epd.bench.bare_exchange import exchange
 from epd.bench.pair import Pair, pair
 from epd.bench.report import Row, cpu_s
-from epd.bench.synthetic import synthetic_item
 from epd.dataplane.select import Choice
+from epd.testing.synthetic import synthetic_item
 
 CONCURRENCY: Final = (1, 64)
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 from epd.bench.pair import Pair, pair
 from epd.bench.raw import RawCopy, RawMooncake
 from epd.bench.report import Row
-from epd.bench.synthetic import synthetic_item
 from epd.dataplane.select import Choice
+from epd.testing.synthetic import synthetic_item
 
 SIZES: Final = {65_536: 60, 1_048_576: 40, 19_300_000: 10, 154_300_000: 4}
 """Bytes, and how often each is measured in a round."""

@@ -7,7 +7,6 @@ encode of the same picture, one item a batch, with the worker's number of thread
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from epd.client import NodeClient
 from epd.config import load_config
 from epd.data import photographs
 from epd.encoders.base import MediaItem
+from epd.encoders.local import encode_locally
 from epd.encoders.registry import load_encoder
 from epd.protocol.messages import Outcome
 from epd.request import ImageItem
@@ -102,19 +102,11 @@ async def _ask(client: NodeClient, items: Sequence[ImageItem]) -> Answered:
 
 def _encode_locally(items: Sequence[ImageItem]) -> dict[bytes, bytes]:
     """SHA-256 of the embedding of each picture, by the picture's own."""
-    import torch
-
-    encoder = load_encoder(_MODEL)
-    encoder.load(load_config(None, {"role": "encoder"}).worker_threads())
-    digests: dict[bytes, bytes] = {}
-    for item in items:
-        if item.sha256 in digests:
-            continue
-        media = MediaItem(item.probe, memoryview(item.media), encoder.default_dtype)
-        (tensor,) = encoder.forward([encoder.preprocess(media)])
-        payload = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-        digests[item.sha256] = hashlib.sha256(payload).digest()
-    return digests
+    pictures = {item.sha256: item for item in items}
+    dtype = load_encoder(_MODEL).default_dtype
+    media = [MediaItem(item.probe, memoryview(item.media), dtype) for item in pictures.values()]
+    threads = load_config(None, {"role": "encoder"}).worker_threads()
+    return dict(zip(pictures, encode_locally(_MODEL, media, threads), strict=True))
 
 
 def _is_exact(answer: Answered, expected: dict[bytes, bytes]) -> bool:

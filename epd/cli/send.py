@@ -13,6 +13,7 @@ import click
 import uvloop
 
 from epd.client import NodeClient, Result
+from epd.encoders.local import save_embedding
 from epd.protocol.errors import EpdError, PeerUnreachable, SessionLost, SessionRejected, SiblingFailed
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, ItemOutcome, WantedDType
 from epd.request import ImageItem
@@ -149,18 +150,9 @@ def _failed(images: Sequence[str], errors: dict[int, ErrorValue]) -> Iterator[Se
 
 def _save(folder: Path, items: Sequence[ImageItem], result: Result) -> None:
     """One file per item: its name and the start of its hash, so that equal names do not collide."""
-    import torch
-    from safetensors.torch import save_file
-
     for item, outcome, rows in zip(items, result.outcome.items, result.rows, strict=True):
-        spec = outcome.spec
-        flat = torch.frombuffer(bytearray(rows) or bytearray(1), dtype=torch.uint8)[: spec.nbytes]
-        tensors = {"embedding": flat.view(getattr(torch, spec.dtype)).view(spec.rows, spec.dim)}
-        for aux in spec.aux:
-            data = torch.frombuffer(bytearray(aux.data), dtype=getattr(torch, aux.dtype))
-            tensors[aux.name] = data.view(aux.shape)
         name = f"{os.path.basename(item.name)}-{_tag(item)}.safetensors"
-        save_file(tensors, folder / name)
+        save_embedding(folder / name, outcome.spec, rows)
 
 
 def _tag(item: ImageItem) -> str:

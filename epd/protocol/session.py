@@ -66,7 +66,8 @@ class Dialling(State):
 class Open(State):
     """In force. `silent_at_s` is when silence changes something: suspect first, then dead.
 
-    `media_by_s` is set while the dialler's media lane is not connected yet.
+    `media_by_s` ends the session because of its media lane: at the dialler while that is not connected
+    yet, at the listener once it is lost.
     """
 
     dialler: bool
@@ -344,8 +345,15 @@ def _give_up_dialling(state: Dialling, event: TimerExpired, now_s: float, limits
 
 def _lose(state: Open, event: ConnectionLost, now_s: float, limits: SessionLimits) -> Step:
     reason = f"{event.lane.name.lower()} lane: {event.reason}"
-    # The other lane may be alive: without a word the listener would notice by silence only.
-    return _end(SessionLost.code, reason, tell_peer=event.lane is Lane.MEDIA)
+    if event.lane is Lane.CONTROL:
+        return _end(SessionLost.code, reason, tell_peer=False)
+    if state.dialler:
+        return _end(SessionLost.code, reason, tell_peer=True)
+    # A dialler that closes in order closes both lanes, and what it queued on the control lane may
+    # still be on its way; one that has lost its media lane says so there. We need only wait.
+    if state.media_by_s is None:
+        state = replace(state, media_by_s=now_s + limits.drain_s)
+    return Step(state, ())
 
 
 def _replace(state: Open, event: Replaced, now_s: float, limits: SessionLimits) -> Step:
@@ -396,7 +404,8 @@ def _probe(state: Open, event: ProbeWanted, now_s: float, limits: SessionLimits)
 
 def _tick(state: Open, event: TimerExpired, now_s: float, limits: SessionLimits) -> Step:
     if state.media_by_s is not None and now_s >= state.media_by_s:
-        reason = f"media lane not connected within {limits.connect_s:g} s"
+        missing = f"not connected within {limits.connect_s:g} s"
+        reason = f"media lane: {missing if state.dialler else 'connection lost'}"
         return _end(SessionLost.code, reason, tell_peer=True)
     effects: list[Effect] = []
     if now_s >= state.silent_at_s:

@@ -1,6 +1,6 @@
 """An encoder node in a process of its own with named hold points; for tests, never for operators.
 
-    python -m epd.testing.held_node FD [epd-node's TOML file]
+    python -m epd.testing.held_node FD TOML [synthetic]
 
 FD is an inherited SOCK_SEQPACKET socket that carries JSON objects. To the node: `{"hold": NAME}`,
 `{"release": NAME}`, `{"reuse": true}` (misbehave: overwrite every staged result and its seal). From
@@ -20,10 +20,13 @@ from epd.actors.staging_buffers import SEAL, seal_offset
 from epd.config import Config, load_config
 from epd.encoders.base import Encoder, MediaItem
 from epd.encoders.registry import load_encoder
+from epd.forward.base import ForwardWorker
 from epd.forward.process import ProcessWorker
 from epd.node import EncoderNode
+from epd.observe.log import configure_logging
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
 from epd.testing.hold_points import HeldWorker, HoldPoints
+from epd.testing.synthetic import InstantWorker, SyntheticEncoder
 
 
 class HeldEncoder:
@@ -60,7 +63,7 @@ def reuse_early(node: EncoderNode) -> int:
     return len(staged)
 
 
-async def serve(control: socket.socket, config: Config) -> None:
+async def serve(control: socket.socket, config: Config, inner: Encoder, form: ForwardWorker) -> None:
     """Run the node until the other end of `control` closes."""
     loop = asyncio.get_running_loop()
     closed = loop.create_future()
@@ -69,8 +72,8 @@ async def serve(control: socket.socket, config: Config) -> None:
         control.send(json.dumps(message).encode())
 
     points = HoldPoints(lambda name: say({"reached": name}))
-    worker = HeldWorker(ProcessWorker(config.model, config.worker_threads()), points)
-    encoder = HeldEncoder(load_encoder(config.model), points)
+    worker = HeldWorker(form, points)
+    encoder = HeldEncoder(inner, points)
     async with EncoderNode(config, encoder=encoder, worker=worker) as node:
 
         def obey() -> None:
@@ -94,9 +97,15 @@ async def serve(control: socket.socket, config: Config) -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    config = load_config(sys.argv[2] if len(sys.argv) > 2 else None, {"role": "encoder"})
-    uvloop.run(serve(control, config))
+    descriptor, toml, kind = sys.argv[1:]
+    control = socket.socket(fileno=int(descriptor))
+    config = load_config(toml, {})
+    configure_logging(config.log_format)
+    if kind == "synthetic":
+        uvloop.run(serve(control, config, SyntheticEncoder(), InstantWorker()))
+    else:
+        worker = ProcessWorker(config.model, config.worker_threads())
+        uvloop.run(serve(control, config, load_encoder(config.model), worker))
 
 
 if __name__ == "__main__":
