@@ -10,6 +10,7 @@ import platform
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -166,13 +167,16 @@ class Node(ABC):
     def _mailbox(self, name: str) -> Mailbox[Any]:
         return Mailbox(f"{self.node_id}/{name}", self.config.mailbox_bound())
 
-    def _add_clients(self, submit_to: Mailbox[Any] | None) -> None:
+    def _add_clients(self, submit_to: Mailbox[Any] | None, stack: contextlib.AsyncExitStack) -> None:
+        hasher = ThreadPoolExecutor(1, "epd-hasher")
+        stack.callback(hasher.shutdown)
         self.clients = clients.ClientActor(
             self._mailbox("clients"),
             self.endpoint,
             submit_to,
             self.inventory,
             self.config.limits.media_nbytes,
+            hasher,
         )
         self._actors.append(self.clients)
 
@@ -320,7 +324,7 @@ class PrefillNode(Node):
         self.buffers.to_transfer = self.prefill.to_transfer = transfer_mailbox
         self.transfer.to_buffers = self.prefill.to_buffers = self.buffers.mailbox
         self._actors += [self.buffers, self.transfer, self.prefill]
-        self._add_clients(self.prefill.mailbox)
+        self._add_clients(self.prefill.mailbox, stack)
         self._model = ""
         links = Links(self.endpoint, config.encoders, self.runtime.timers, self.runtime.clock)
         self._links = links
@@ -467,7 +471,7 @@ class EncoderNode(Node):
         self.encode.to_buffers = self.dedup.to_buffers = self.buffers.mailbox
         self.buffers.to_encode = self.dedup.to_encode = self.encode.mailbox
         self._actors += [self.buffers, self.dedup, self.encode]
-        self._add_clients(None)
+        self._add_clients(None, stack)
         self.worker.start(regions, encode.WorkerMail(self.encode.mailbox.tell))
         stack.push_async_callback(asyncio.to_thread, self.worker.stop)
 

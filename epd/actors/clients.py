@@ -7,6 +7,7 @@ what is delivered, releases, and answers with one `Outcome`.
 import asyncio
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 from epd.actors.media import Arrived, MediaStore, Progress, Refused
@@ -90,8 +91,10 @@ class ClientActor(Actor[Mail]):
         submit_to: Ref[SubmitRequest | CancelRequest] | None,
         inventory: Callable[[], Inventory],
         media_budget_nbytes: int,
+        hasher: Executor,
     ) -> None:
         super().__init__("clients", mailbox)
+        self._hasher = hasher
         self._endpoint = endpoint
         self._submit_to = submit_to
         self._inventory = inventory
@@ -194,7 +197,7 @@ class ClientActor(Actor[Mail]):
             return
         delivery.take()
         rows = opened is not None and opened.submit.rows
-        hashing = asyncio.get_running_loop().run_in_executor(None, _digest, delivery, rows)
+        hashing = asyncio.get_running_loop().run_in_executor(self._hasher, _digest, delivery, rows)
         self._hashing.add(hashing)
         hashing.add_done_callback(self._hashing.discard)
         hashing.add_done_callback(
