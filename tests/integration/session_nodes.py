@@ -52,11 +52,16 @@ class Batch(NamedTuple):
     messages: list[AnyMessage]
 
 
+class Suspect(NamedTuple):
+    session: SessionId
+    suspect: bool
+
+
 class Writable(NamedTuple):
     session: SessionId
 
 
-Seen = Opened | Lost | Batch | Writable
+Seen = Opened | Lost | Batch | Suspect | Writable
 
 
 def hello(node: str, role: Role, **given: Any) -> Hello:
@@ -158,7 +163,7 @@ class TestNode:
         self._tell(Lost(session, peer, code, reason))
 
     def session_suspect(self, session: SessionId, suspect: bool) -> None:
-        self.errors.append(AssertionError("nobody can be suspect"))
+        self._tell(Suspect(session, suspect))
 
     def messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
         self._tell(Batch(session, list(messages)))

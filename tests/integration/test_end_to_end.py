@@ -90,10 +90,12 @@ async def test_two_hundred_requests_are_bit_exact_and_leave_nothing_behind(
         assert wrong == []
     for node in nodes.all():
         await empty(node.listen)
-    # Our own session ended with its client; `before` was counted while it was open, on one node.
+    # Mooncake opens up to four connections to a peer, each when it is first needed; the prefill node has
+    # two peers. One descriptor lost per request would be two hundred.
+    spare = 8 if nodes.prefill.ready["data_plane"].startswith("mooncake") else 0
     after = [node.held() for node in nodes.all()]
     for earlier, later in zip(before, after, strict=True):
-        assert later.descriptors <= earlier.descriptors
+        assert later.descriptors <= earlier.descriptors + spare
         assert later.threads <= earlier.threads
         assert later.shared_mappings == earlier.shared_mappings
 

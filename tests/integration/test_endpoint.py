@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import uvloop
+from msgspec.structs import replace
 from session_nodes import (
     FAIL_AFTER_S,
+    PATIENT,
     Process,
     RawPeer,
     Suspect,
@@ -632,15 +634,36 @@ async def test_a_silent_peer_is_suspect_then_dead_and_learns_of_it(make: Make, e
     assert (await encoder.ended(session))[2:] == ("session_lost", "no frame for 0.2 s")
 
 
-async def test_a_lost_media_lane_ends_the_session_at_the_listener(encoder: TestNode, raw: RawPeer) -> None:
-    control, session, welcome = await raw_session(raw, encoder)
+async def lose_media_lane(raw: RawPeer, encoder: TestNode, session: int, welcome: Welcome) -> None:
+    """Until the listener could know; the loop has no turn meanwhile."""
     media = raw.dial(welcome.media_address, session)
     media.send(frame(session, 0, chunk(0, 10), lane=Lane.MEDIA))
     await encoder.received(1)
     media.close(0)
+    lane = encoder.endpoint._listening[Lane.MEDIA]
+    while lane.send(routing_id_of(SessionId(session)), b"") is not SendResult.GONE:
+        pass
+
+
+async def test_a_lost_media_lane_ends_the_session_at_the_listener(make: Make, raw: RawPeer) -> None:
+    encoder = make("enc", "encoder", listens=True, limits=replace(PATIENT, drain_s=0.05))
+    control, session, welcome = await raw_session(raw, encoder)
+    await lose_media_lane(raw, encoder, session, welcome)
     lost = await encoder.ended(SessionId(session))
     assert lost[2:] == ("session_lost", "media lane: connection lost")
     assert "media lane" in (await last_word_from(control))[1]
+
+
+async def test_what_is_on_the_control_lane_still_arrives_when_the_media_lane_has_closed(
+    encoder: TestNode, raw: RawPeer
+) -> None:
+    control, session, welcome = await raw_session(raw, encoder)
+    await lose_media_lane(raw, encoder, session, welcome)
+    assert encoder.endpoint.send_media(SessionId(session), chunk(0, 10))  # names the loss
+    control.send(frame(session, 1, Goodbye("the last word but one")))
+    await encoder.received(2)
+    control.send(frame(session, OUTSIDE, Rejected("draining", "bye")))
+    assert (await encoder.ended(SessionId(session)))[2:] == ("draining", "bye")
 
 
 async def test_a_lost_media_lane_ends_the_session_at_the_dialler(prefill: TestNode, raw: RawPeer) -> None:

@@ -159,7 +159,7 @@ def test_a_media_lane_that_does_not_connect_in_time_ends_the_session(dialling: B
         if not isinstance(dialling.state, Open):
             break
         dialling.feed(control(sequence))
-    assert_over(dialling, "session_lost", "media lane not connected within 5 s")
+    assert_over(dialling, "session_lost", "media lane: not connected within 5 s")
 
 
 def test_a_dialler_refuses_a_welcome_that_does_not_match_and_says_so(dialling: Bench) -> None:
@@ -323,12 +323,37 @@ def test_a_media_lane_is_probed_once_it_has_been_heard(listener: Bench) -> None:
 # -- ends ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lane", Lane)
-def test_the_loss_of_either_lane_ends_the_session(either: Bench, lane: Lane) -> None:
-    either.feed(ConnectionLost(lane, "connection lost"))
-    assert_over(either, "session_lost", f"{lane.name.lower()} lane: connection lost")
-    # the control lane is still there to say so only if it was the other one that went
-    assert either.count(SendRejected) == (lane is Lane.MEDIA)
+def test_the_loss_of_the_control_lane_ends_the_session_and_there_is_nobody_to_tell(either: Bench) -> None:
+    either.feed(ConnectionLost(Lane.CONTROL, "connection lost"))
+    assert_over(either, "session_lost", "control lane: connection lost")
+    assert either.count(SendRejected) == 0
+
+
+def test_a_dialler_that_loses_its_media_lane_ends_and_says_so(dialler: Bench) -> None:
+    assert isinstance(dialler.feed(ConnectionLost(Lane.MEDIA, "connection lost"))[0], SendRejected)
+    assert_over(dialler, "session_lost", "media lane: connection lost")
+
+
+def test_a_listener_that_loses_the_media_lane_still_takes_what_is_on_the_control_lane(
+    listener: Bench,
+) -> None:
+    """The dialler may have closed in order, with much on its way."""
+    assert listener.feed(ConnectionLost(Lane.MEDIA, "lost"), control(1), control(2)) == []
+    listener.feed(RejectedReceived("draining", "bye"))
+    assert_over(listener, "draining", "bye")
+
+
+def test_a_lost_media_lane_without_a_word_of_the_dialler_ends_the_session_in_time(listener: Bench) -> None:
+    start_s = listener.now_s
+    listener.feed(ConnectionLost(Lane.MEDIA, "lost"))
+    for sequence in range(1, 40):
+        listener.jump_to_deadline()
+        if not isinstance(listener.state, Open):
+            break
+        listener.feed(control(sequence), ConnectionLost(Lane.MEDIA, "lost"))
+    assert listener.now_s == start_s + LIMITS.drain_s
+    assert listener.count(SendRejected) == 1
+    assert_over(listener, "session_lost", "media lane: connection lost")
 
 
 def test_a_malformed_body_ends_the_session_and_the_peer_is_told_why(either: Bench) -> None:
