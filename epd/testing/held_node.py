@@ -26,7 +26,7 @@ from epd.node import EncoderNode
 from epd.observe.log import configure_logging
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
 from epd.testing.hold_points import HeldWorker, HoldPoints
-from epd.testing.synthetic import InstantWorker, SyntheticEncoder
+from epd.testing.synthetic import PatternWorker, SyntheticEncoder
 
 
 class HeldEncoder:
@@ -102,7 +102,7 @@ def main() -> None:
     config = load_config(toml, {})
     configure_logging(config.log_format)
     if kind == "synthetic":
-        uvloop.run(serve(control, config, SyntheticEncoder(), InstantWorker()))
+        uvloop.run(serve(control, config, SyntheticEncoder(), PatternWorker()))
     else:
         worker = ProcessWorker(config.model, config.worker_threads())
         uvloop.run(serve(control, config, load_encoder(config.model), worker))

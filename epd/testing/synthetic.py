@@ -60,3 +60,24 @@ def synthetic_item(nbytes: int) -> ImageItem:
     """An item that becomes `nbytes` (a multiple of 4)."""
     media = b"synthetic" + nbytes.to_bytes(8, "little")
     return ImageItem(f"{nbytes} B", media, Probe("image", nbytes // 4, 1), hashlib.sha256(media).digest())
+
+
+def pattern(media: bytes | memoryview, nbytes: int) -> bytes:
+    """What a `PatternWorker` makes of these media: their SHA-256, again and again."""
+    digest = hashlib.sha256(media).digest()
+    return (digest * (nbytes // len(digest) + 1))[:nbytes]
+
+
+class PatternWorker(InstantWorker):
+    """Writes each item's `pattern`, so that every delivered byte can be checked."""
+
+    def start(self, regions: Sequence[Region], events: WorkerEvents) -> None:
+        super().start(regions, events)
+        self._regions = regions
+
+    def submit(self, batch: int, items: Sequence[ForwardItem], *, digest: bool) -> None:
+        for item in items:
+            view = self._regions[item.region].view
+            nbytes = item.spec.nbytes
+            view[item.offset : item.offset + nbytes] = pattern(item.media, nbytes)
+        super().submit(batch, items, digest=digest)

@@ -1,13 +1,14 @@
 """Endpoints that write down what they are told, a raw peer that can lie, and nodes as processes."""
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from epd.protocol.wire import (
 )
 from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
+from epd.runtime.lanes import LaneSocket
 from epd.runtime.timers import Timers
 
 PATIENT = SessionLimits(3600.0, 3600.0, 3600.0, connect_s=30.0, drain_s=30.0)
@@ -228,6 +230,20 @@ async def parts_from(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 async def frame_from(socket: zmq.Socket[bytes], lane: Lane = Lane.CONTROL) -> Frame:
     return open_frame((await parts_from(socket))[-1], lane)
+
+
+@contextlib.contextmanager
+def until_disconnected(listening: LaneSocket) -> Iterator[None]:
+    """What happens inside ends a connection; afterwards the listener could know. The loop has no turn."""
+    socket = listening._socket
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor.setsockopt(zmq.RCVTIMEO, int(FAIL_AFTER_S * 1000))
+    try:
+        yield
+        monitor.recv_multipart()
+    finally:
+        socket.disable_monitor()
+        monitor.close(0)
 
 
 def frame(session: int, sequence: int, *messages: AnyMessage, lane: Lane = Lane.CONTROL) -> bytes:

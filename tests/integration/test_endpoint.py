@@ -25,6 +25,7 @@ from session_nodes import (
     hello,
     last_word_from,
     parts_from,
+    until_disconnected,
     welcome_of,
     word_from,
 )
@@ -46,7 +47,7 @@ from epd.protocol.wire import HEADER_NBYTES, MEDIA_CHUNK_NBYTES, Lane, decode_bo
 from epd.runtime import dialler
 from epd.runtime.addresses import Address, resolve
 from epd.runtime.endpoint import EARLY_MESSAGES
-from epd.runtime.lanes import READ_BATCH, SendResult, routing_id_of
+from epd.runtime.lanes import READ_BATCH
 from epd.runtime.outbox import MAX_MEDIA_MESSAGES
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -564,13 +565,11 @@ async def test_all_that_a_dead_dialler_had_sent_is_read_before_its_loss(encoder:
     raw = RawPeer()
     control, session, _ = await raw_session(raw, encoder)
     # From here on the loop has no turn until everything has happened.
-    for number in range(1, count + 1):
-        control.send(frame(session, number, Goodbye(f"{number}")))
-    control.close(int(FAIL_AFTER_S * 1000))
-    raw.context.term()
-    lane = encoder.endpoint._listening[Lane.CONTROL]
-    while lane.send(routing_id_of(SessionId(session)), b"") is not SendResult.GONE:
-        pass
+    with until_disconnected(encoder.endpoint._listening[Lane.CONTROL]):
+        for number in range(1, count + 1):
+            control.send(frame(session, number, Goodbye(f"{number}")))
+        control.close(int(FAIL_AFTER_S * 1000))
+        raw.context.term()
     encoder.endpoint.send(SessionId(session), Goodbye("to nobody"))
     assert (await encoder.ended(SessionId(session))).code == "session_lost"
     assert encoder.messages_seen == [Goodbye(f"{number}") for number in range(1, count + 1)]
@@ -635,14 +634,12 @@ async def test_a_silent_peer_is_suspect_then_dead_and_learns_of_it(make: Make, e
 
 
 async def lose_media_lane(raw: RawPeer, encoder: TestNode, session: int, welcome: Welcome) -> None:
-    """Until the listener could know; the loop has no turn meanwhile."""
+    """One that was there; the listener has not been told yet when this returns."""
     media = raw.dial(welcome.media_address, session)
     media.send(frame(session, 0, chunk(0, 10), lane=Lane.MEDIA))
     await encoder.received(1)
-    media.close(0)
-    lane = encoder.endpoint._listening[Lane.MEDIA]
-    while lane.send(routing_id_of(SessionId(session)), b"") is not SendResult.GONE:
-        pass
+    with until_disconnected(encoder.endpoint._listening[Lane.MEDIA]):
+        media.close(0)
 
 
 async def test_a_lost_media_lane_ends_the_session_at_the_listener(make: Make, raw: RawPeer) -> None:
