@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,5 +145,5 @@ class Delivery:
             self._notify = lambda news: hop(lambda: notify(news))
 
     def __del__(self) -> None:
-        if not self._released:
+        if not self._released and not sys.is_finalizing():
             _log.warning("delivery dropped without release()", request=self.request_id)

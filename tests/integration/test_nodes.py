@@ -1,0 +1,207 @@
+"""Whole nodes in one loop, over real sockets and real planes: refusals, sharing, draining, restarts."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from node_pairs import PLANES, empty
+
+from epd.config import load_config
+from epd.node import EncoderNode, PrefillNode
+from epd.protocol.errors import Cancelled, Draining, RequestTooLarge
+from epd.request import Delivery, EmbeddingRequest, ImageItem
+from epd.testing.hold_points import HeldWorker, HoldPoints
+from epd.testing.synthetic import PatternWorker, SyntheticEncoder, pattern, synthetic_item
+
+MIB = 1024 * 1024
+
+
+def encoder_node(worker: Any = None, **settings: Any) -> EncoderNode:
+    overrides = {"role": "encoder", "data_plane": "shm", "timeouts.dedup_retention_s": 0.2}
+    config = load_config(None, overrides | {key.replace("__", "."): value for key, value in settings.items()})
+    return EncoderNode(config, encoder=SyntheticEncoder(), worker=worker or PatternWorker())
+
+
+def prefill_node(*encoders: str, **settings: Any) -> PrefillNode:
+    overrides = {"role": "prefill", "data_plane": "shm", "encoders": encoders}
+    config = load_config(None, overrides | {key.replace("__", "."): value for key, value in settings.items()})
+    return PrefillNode(config)
+
+
+@contextlib.asynccontextmanager
+async def pair(plane: str = "shm", **settings: Any) -> AsyncIterator[tuple[EncoderNode, PrefillNode]]:
+    async with (
+        encoder_node(data_plane=plane) as encoder,
+        prefill_node(encoder.listen, data_plane=plane, **settings) as prefill,
+    ):
+        yield encoder, prefill
+
+
+def request(name: str, *items: ImageItem, deadline_s: float = 20.0) -> EmbeddingRequest:
+    return EmbeddingRequest(name, items, deadline_s)
+
+
+def check(delivery: Delivery, *items: ImageItem) -> None:
+    for item, view in zip(items, delivery.views, strict=True):
+        assert bytes(view) == pattern(item.media, view.nbytes)
+
+
+async def test_a_request_larger_than_the_pool_is_refused_at_once_with_sizes() -> None:
+    async with pair(pool__regions=2, pool__region_nbytes=MIB) as (_, prefill):
+        items = [synthetic_item(MIB - 256 * n) for n in range(3)]
+        with pytest.raises(RequestTooLarge, match="3 items of 3144960 B .* 2097152 B in regions"):
+            await prefill.encode(request("large", *items))
+        delivery = await prefill.encode(request("fits", items[0]))
+        check(delivery, items[0])
+        delivery.release()
+
+
+async def test_an_item_larger_than_a_region_of_either_side_is_refused_at_once_with_sizes() -> None:
+    async with pair(pool__regions=2, pool__region_nbytes=MIB) as (_, prefill):
+        with pytest.raises(RequestTooLarge, match="the largest 2097152 B"):
+            await prefill.encode(request("receive", synthetic_item(2 * MIB)))
+        with pytest.raises(RequestTooLarge, match="a staging region has 67108864 B"):
+            await prefill.encode(request("staging", synthetic_item(64 * MIB)))
+        await empty(prefill.listen)
+
+
+@pytest.mark.parametrize("plane", PLANES)
+async def test_nothing_is_registered_per_request(plane: str) -> None:
+    async with pair(plane) as (encoder, prefill):
+        item = synthetic_item(2 * MIB)
+        (await prefill.encode(request("first", item))).release()
+        before = (encoder.plane.registrations(), prefill.plane.registrations())
+        for number in range(20):
+            (await prefill.encode(request(f"{number}", item, synthetic_item(4 * number)))).release()
+        assert (encoder.plane.registrations(), prefill.plane.registrations()) == before
+        # Over Mooncake TCP the receive pool is never registered: nobody could write it anyway.
+        assert before == ((4, 0) if plane == "mooncake" else (0, 0))
+
+
+async def test_equal_pictures_in_flight_share_one_forward() -> None:
+    points = HoldPoints()
+    points.hold("forward")
+    worker = HeldWorker(PatternWorker(), points)
+    async with encoder_node(worker) as encoder, prefill_node(encoder.listen) as prefill:
+        item = synthetic_item(4096)
+        async with asyncio.TaskGroup() as requests:
+            asked = [requests.create_task(prefill.encode(request(f"{n}", item, item))) for n in range(5)]
+            await asyncio.to_thread(points.wait_reached, "forward")
+            points.release("forward")
+            worker.resume()
+        for task in asked:
+            check(task.result(), item, item)
+            task.result().release()
+        assert encoder.dedup.forwards == 1
+        await empty(encoder.listen)
+
+
+async def test_a_draining_encoder_hands_unstarted_parts_back_and_they_go_elsewhere() -> None:
+    """All room is taken, so no part has a grant yet when the encoder drains."""
+    async with (
+        encoder_node() as first,
+        encoder_node() as second,
+        prefill_node(first.listen, second.listen, pool__regions=1, pool__region_nbytes=MIB) as prefill,
+    ):
+        item = synthetic_item(MIB)
+        blocker = await prefill.encode(request("blocker", item))
+        async with asyncio.TaskGroup() as requests:
+            items = [synthetic_item(MIB - 4 * n) for n in range(1, 7)]
+            asked = [requests.create_task(_encode_and_release(prefill, it)) for it in items]
+            while sum(len(node.encode._parts) for node in (first, second)) < len(items):
+                await asyncio.to_thread(int)  # lets the loop's other work go on
+            assert len(first.encode._parts) > 0
+            assert await first.drain(10.0)
+            blocker.release()
+        assert all(task.done() for task in asked)
+        assert first.encode.outcomes.get("draining", 0) > 0
+
+
+async def _encode_and_release(prefill: PrefillNode, item: ImageItem) -> None:
+    delivery = await prefill.encode(request(f"{item.name}", item))
+    check(delivery, item)
+    delivery.release()
+
+
+async def test_a_draining_prefill_node_takes_no_new_requests_and_ends_the_running_ones() -> None:
+    async with pair() as (_, prefill):
+        held = await prefill.encode(request("held", synthetic_item(4096)))
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(prefill.drain(10.0))
+            await asyncio.to_thread(int)
+            with pytest.raises(Draining):
+                await prefill.encode(request("late", synthetic_item(4)))
+            assert not draining.done()
+            held.release()
+        assert draining.result()
+
+
+async def test_an_encoder_that_restarts_on_its_port_is_met_again_and_requests_go_on() -> None:
+    async with encoder_node() as first:
+        address = first.listen
+        async with prefill_node(address) as prefill:
+            item = synthetic_item(70_000)
+            (await prefill.encode(request("before", item))).release()
+            await first.__aexit__(None, None, None)
+            pending = asyncio.ensure_future(prefill.encode(request("after", item)))
+            async with encoder_node(listen=address) as second:
+                assert second.incarnation != first.incarnation
+                delivery = await pending
+                check(delivery, item)
+                delivery.release()
+
+
+async def test_a_cancelled_request_ends_with_cancelled_and_leaves_nothing() -> None:
+    points = HoldPoints()
+    points.hold("forward")
+    worker = HeldWorker(PatternWorker(), points)
+    async with encoder_node(worker) as encoder, prefill_node(encoder.listen) as prefill:
+        ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+        prefill.submit(request("r", synthetic_item(4096)), ended.set_result)
+        await asyncio.to_thread(points.wait_reached, "forward")
+        prefill.cancel("r")
+        assert isinstance((await ended).error, Cancelled)
+        points.release("forward")
+        worker.resume()
+        await empty(prefill.listen)
+        await empty(encoder.listen)
+
+
+async def test_names_are_compared_whole_so_that_cancelling_one_request_leaves_its_namesake() -> None:
+    """SGLang W20: an abort of `req1` also hit `req10`."""
+    points = HoldPoints()
+    points.hold("forward")
+    worker = HeldWorker(PatternWorker(), points)
+    async with encoder_node(worker) as encoder, prefill_node(encoder.listen) as prefill:
+        async with asyncio.TaskGroup() as requests:
+            kept = requests.create_task(prefill.encode(request("req10", synthetic_item(64))))
+            await asyncio.to_thread(points.wait_reached, "forward")
+            prefill.cancel("req1")
+            points.release("forward")
+            worker.resume()
+        kept.result().release()
+
+
+async def test_a_pool_that_is_full_serves_the_rest_as_it_is_released() -> None:
+    async with pair(pool__regions=1, pool__region_nbytes=MIB) as (encoder, prefill):
+        items = [synthetic_item(MIB // 2 - 4 * n) for n in range(12)]
+        async with asyncio.TaskGroup() as requests:
+            for item in items:
+                requests.create_task(_encode_and_release(prefill, item))
+        await empty(prefill.listen)
+        await empty(encoder.listen)
+
+
+async def test_staging_that_is_full_evicts_what_nobody_reads() -> None:
+    async with (
+        encoder_node(
+            staging__regions=1, staging__region_nbytes=MIB, timeouts__dedup_retention_s=600.0
+        ) as encoder,
+        prefill_node(encoder.listen) as prefill,
+    ):
+        for number in range(8):
+            await _encode_and_release(prefill, synthetic_item(MIB // 2 - 4 * number))
+        assert encoder.dedup.forwards == 8
+        assert encoder.buffers.counts()["staged"] <= 2
