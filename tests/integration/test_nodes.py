@@ -51,7 +51,7 @@ def check(delivery: Delivery, *items: ImageItem) -> None:
 async def test_a_request_larger_than_the_pool_is_refused_at_once_with_sizes() -> None:
     async with pair(pool__regions=2, pool__region_nbytes=MIB) as (_, prefill):
         items = [synthetic_item(MIB - 256 * n) for n in range(3)]
-        with pytest.raises(RequestTooLarge, match="3 items of 3144960 B .* 2097152 B in regions"):
+        with pytest.raises(RequestTooLarge, match=r"3 items of 3144960 B .* 2097152 B in regions"):
             await prefill.encode(request("large", *items))
         delivery = await prefill.encode(request("fits", items[0]))
         check(delivery, items[0])
