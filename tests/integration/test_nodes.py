@@ -107,6 +107,8 @@ async def test_a_draining_encoder_hands_unstarted_parts_back_and_they_go_elsewhe
     ):
         item = synthetic_item(MIB)
         blocker = await prefill.encode(request("blocker", item))
+        for node in (first, second):
+            await empty(node.listen)  # its part is over, so what is open from here on is not granted
         async with asyncio.TaskGroup() as requests:
             items = [synthetic_item(MIB - 4 * n) for n in range(1, 7)]
             asked = [requests.create_task(_encode_and_release(prefill, it)) for it in items]
