@@ -112,7 +112,7 @@ def test_a_node_that_cannot_be_reached_is_one_line_and_exit_code_two(files: dict
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--role", "encoder", "--listen", "tcp://0.0.0.0:7000"), "listen"),
+        (("--role", "encoder", "--listen", "tcp://192.0.2.1:7000"), "listen"),
         (("--role", "encoder", "--listen", "tcp://127.0.0.1:70000"), "listen"),
         (("--role", "prefill"), "encoders"),
         (("--role", "prefill", "--encoders", "somewhere"), "encoders"),
