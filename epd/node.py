@@ -501,6 +501,7 @@ class EncoderNode(Node):
     # -- sessions ----------------------------------------------------------------------------
 
     def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None:
+        self.encode.mailbox.tell(encode.PeerOpened(session, peer.node))
         self.endpoint.send(session, Regions(self.plane.export()))
 
     def _peer_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:

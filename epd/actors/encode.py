@@ -21,6 +21,7 @@ from epd.actors.dedup import (
 from epd.actors.staging_buffers import PinAnswer, PinAsked, UnpinAsked, sealed_nbytes
 from epd.encoders.base import Encoder
 from epd.forward.base import ForwardItem, ForwardWorker, ItemResult
+from epd.observe.log import log_transfer_ended
 from epd.protocol import encoder as machine
 from epd.protocol.errors import EpdError, ForwardFailed, MediaInvalid, RequestTooLarge
 from epd.protocol.ids import Part, SessionId, TransferId
@@ -57,6 +58,13 @@ class FromPeer(NamedTuple):
     message: TransferMessage
 
 
+class PeerOpened(NamedTuple):
+    """A prefill node's session; `node` is its name, for the log."""
+
+    session: SessionId
+    node: str
+
+
 class SessionOver(NamedTuple):
     session: SessionId
 
@@ -82,6 +90,7 @@ class WorkerDied(NamedTuple):
 
 Mail = (
     FromPeer
+    | PeerOpened
     | SessionOver
     | Drain
     | ForwardWanted
@@ -126,6 +135,9 @@ class EncodeActor(Actor[Mail]):
         self._parts: MachineTable = runtime.machines("encoder", machine, machine.Limits(), self._perform)
         self._of_session: dict[SessionId, set[Key]] = {}
         self._jobs: dict[Key, dict[int, JobKey]] = {}
+        self._peers: dict[SessionId, str] = {}
+        self._phases_s: dict[Key, dict[str, float]] = {}
+        """When each state of an open part was first seen."""
         self._queue: OrderedDict[JobKey, ForwardWanted] = OrderedDict()
         self._running: tuple[JobKey, ...] = ()
         self._batch = 0
@@ -157,6 +169,9 @@ class EncodeActor(Actor[Mail]):
             case SessionOver():
                 for key in list(self._of_session.get(message.session, ())):
                     self._feed(key, machine.SessionEnded())
+                self._peers.pop(message.session, None)
+            case PeerOpened():
+                self._peers[message.session] = message.node
             case Drain():
                 self._draining = True
                 self._when_idle = message.idle
@@ -243,7 +258,9 @@ class EncodeActor(Actor[Mail]):
         self._parts.feed(key, event)
         state = self._parts.state(key)
         if isinstance(state, machine.Open):
-            self.states_seen.add(machine.state_name(state))
+            name = machine.state_name(state)
+            self.states_seen.add(name)
+            self._phases_s.setdefault(key, {}).setdefault(name, self._clock.now_s())
             self._of_session.setdefault(key[0], set()).add(key)
         elif key in self._jobs:
             self._forget(key)
@@ -295,11 +312,27 @@ class EncodeActor(Actor[Mail]):
                         ),
                     )
                 case machine.AttemptEnded():
-                    self.outcomes[effect.outcome] = self.outcomes.get(effect.outcome, 0) + 1
-                    if effect.outcome == "received":
-                        self.states_seen.update(("rdma-written", "freed"))
+                    self._note_end(key, effect)
                 case _:
                     self._perform_item(key, effect)
+
+    def _note_end(self, key: Key, ended: machine.AttemptEnded) -> None:
+        session, transfer, part = key
+        received = ended.outcome == "received"
+        self.outcomes[ended.outcome] = self.outcomes.get(ended.outcome, 0) + 1
+        if received:
+            self.states_seen.update(("rdma-written", "freed"))
+        now_s = self._clock.now_s()
+        phases_s = self._phases_s.pop(key, {})
+        log_transfer_ended(
+            request=f"part {part} attempt {ended.attempt}",
+            transfer=transfer,
+            peers=[self._peers.get(session, f"session {session:016x}")],
+            outcome="freed" if received else ended.outcome,
+            started_s=next(iter(phases_s.values()), now_s),
+            phases_s=phases_s,
+            ended_s=now_s,
+        )
 
     def _perform_item(self, key: Key, effect: Effect) -> None:
         session, transfer, part = key

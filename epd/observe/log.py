@@ -118,13 +118,16 @@ def log_transfer_ended(
     `phases_s` has the second at which each state was entered, on the clock of `ended_s`; the line
     has the seconds spent in each.
     """
+    level = logging.INFO if outcome == "freed" else logging.WARNING
+    if not _log.is_enabled_for(level):
+        return
     durations = {
         f"{name.replace('-', '_')}_s": round(seconds, 6)
         for name, seconds in phase_durations(phases_s, ended_s).items()
         if name not in {outcome, "failed"}
     }
-    log = _log.info if outcome == "freed" else _log.warning
-    log(
+    _log.log(
+        level,
         "transfer ended",
         request=request,
         transfer=transfer,
