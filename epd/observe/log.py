@@ -119,7 +119,8 @@ def log_transfer_ended(
     has the seconds spent in each.
     """
     level = logging.INFO if outcome == "freed" else logging.WARNING
-    if not _log.is_enabled_for(level):
+    silent = level < logging.WARNING and not structlog.is_configured()
+    if silent or not _log.is_enabled_for(level):  # unconfigured, structlog prints to standard output
         return
     durations = {
         f"{name.replace('-', '_')}_s": round(seconds, 6)
