@@ -1,6 +1,5 @@
 """States, events and effects of the prefill side's request machine (`prefill.py` has the rules)."""
 
-from collections.abc import Iterable
 from typing import ClassVar, Final
 
 import msgspec
@@ -91,57 +90,41 @@ class New(State):
     final: ClassVar[bool] = False
 
 
-class Negotiating(State):
+class _Unfinished(State):
+    """What a request has until it is delivered or has ended."""
+
+    items: tuple[Item, ...]
+    specs: tuple[EmbeddingSpec | None, ...]
+    done: tuple[bool, ...]
+    parts: tuple[PartState, ...]
+    dtype: WantedDType
+    request_deadline_s: float
+    traceparent: str | None
+    final: ClassVar[bool] = False
+
+    @property
+    def deadline_s(self) -> float:
+        return min([self.request_deadline_s, *(p.deadline_s for p in self.parts if p.deadline_s is not None)])
+
+
+class Negotiating(_Unfinished):
     """Not all sizes are known (people see `requested`, then `metadata`)."""
 
-    items: tuple[Item, ...]
-    specs: tuple[EmbeddingSpec | None, ...]
-    done: tuple[bool, ...]
-    parts: tuple[PartState, ...]
-    dtype: WantedDType
-    request_deadline_s: float
-    traceparent: str | None
-    final: ClassVar[bool] = False
 
-    @property
-    def deadline_s(self) -> float:
-        return _earliest(self.request_deadline_s, self.parts)
-
-
-class AwaitingRoom(State):
+class AwaitingRoom(_Unfinished):
     """All sizes are known, room was asked for (people see `metadata`)."""
 
-    items: tuple[Item, ...]
-    specs: tuple[EmbeddingSpec | None, ...]
-    done: tuple[bool, ...]
-    parts: tuple[PartState, ...]
-    dtype: WantedDType
-    request_deadline_s: float
-    traceparent: str | None
     room_deadline_s: float
-    final: ClassVar[bool] = False
 
     @property
     def deadline_s(self) -> float:
-        return min(self.room_deadline_s, _earliest(self.request_deadline_s, self.parts))
+        return min(self.room_deadline_s, super().deadline_s)
 
 
-class Filling(State):
+class Filling(_Unfinished):
     """The lease is held (`buffer-registered`, then `forward-done`)."""
 
-    items: tuple[Item, ...]
-    specs: tuple[EmbeddingSpec | None, ...]
-    done: tuple[bool, ...]
-    parts: tuple[PartState, ...]
-    dtype: WantedDType
-    request_deadline_s: float
-    traceparent: str | None
     lease: LeaseId
-    final: ClassVar[bool] = False
-
-    @property
-    def deadline_s(self) -> float:
-        return _earliest(self.request_deadline_s, self.parts)
 
 
 class Delivered(State):
@@ -171,10 +154,6 @@ class Ended(State):
 Live = Negotiating | AwaitingRoom | Filling
 AnyState = New | Negotiating | AwaitingRoom | Filling | Delivered | Consumed | Ended
 INITIAL: Final = New()
-
-
-def _earliest(deadline_s: float, parts: Iterable[PartState]) -> float:
-    return min([deadline_s, *(p.deadline_s for p in parts if p.deadline_s is not None)])
 
 
 # -- events ------------------------------------------------------------------------------------

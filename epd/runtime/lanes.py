@@ -9,6 +9,7 @@ short; bounds live in our queues.
 
 import asyncio
 import resource
+from abc import ABC, abstractmethod
 from enum import Enum
 from typing import Any, Final, Protocol
 
@@ -91,7 +92,7 @@ class LaneOwner(Protocol):
         ...
 
 
-class LaneSocket:
+class LaneSocket(ABC):
     """One socket and its registration in the loop; used in the loop's thread only."""
 
     def __init__(self, socket: zmq.Socket[bytes], lane: Lane, owner: LaneOwner) -> None:
@@ -123,9 +124,9 @@ class LaneSocket:
         while self._read_batch() == self._batch:
             pass
 
+    @abstractmethod
     def send(self, routing_id: bytes, frame: bytes) -> SendResult:
         """Hand over one frame without waiting."""
-        raise NotImplementedError
 
     def close(self, linger_s: float = 0.0) -> None:
         """Idempotent. What was sent still goes out within `linger_s`."""
