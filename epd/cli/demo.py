@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 import click
 import uvloop
 
-from epd.cli.processes import node_process
 from epd.client import NodeClient
 from epd.config import load_config
 from epd.data import photographs
@@ -25,6 +24,7 @@ from epd.encoders.local import encode_locally
 from epd.encoders.registry import load_encoder
 from epd.protocol.messages import Outcome
 from epd.request import ImageItem
+from epd.testing.processes import node_process
 
 _MODEL: Final = "builtin:qwen2-vl"
 _ITEMS_PER_REQUEST: Final = 3
@@ -71,27 +71,25 @@ def demo_command(
 
 
 async def _run(items: Sequence[ImageItem], encoders: int, data_plane: str) -> Run:
-    with contextlib.ExitStack() as nodes:
-        common = ["--data-plane", data_plane, "--log-format", "json"]
-        encoding = [
-            nodes.enter_context(node_process(["--role", "encoder", "--verify", "checksum", *common]))
-            for _ in range(encoders)
-        ]
-        addresses = [ready["listen"] for ready in encoding]
-        prefill = nodes.enter_context(
-            node_process(["--role", "prefill", "--encoders", ",".join(addresses), *common])
-        )
+    common = {"data_plane": data_plane, "log_format": "json"}
+    encoder = common | {"role": "encoder", "verify": "checksum"}
+    with contextlib.ExitStack() as stack:
+        encoding = [stack.enter_context(node_process(encoder)) for _ in range(encoders)]
+        addresses = [node.listen for node in encoding]
+        prefill = stack.enter_context(node_process(common | {"role": "prefill", "encoders": addresses}))
         groups = [items[n : n + _ITEMS_PER_REQUEST] for n in range(0, len(items), _ITEMS_PER_REQUEST)]
-        async with NodeClient(prefill["listen"]) as client, asyncio.TaskGroup() as requests:
+        async with NodeClient(prefill.listen) as client, asyncio.TaskGroup() as requests:
             tasks = [requests.create_task(_ask(client, group)) for group in groups]
         states: set[str] = set()
-        for address in (prefill["listen"], *addresses):
+        for address in (prefill.listen, *addresses):
             async with NodeClient(address) as client:
                 states.update((await client.inventory()).states)
         answers = [task.result() for task in tasks]
         for answer in answers:
             states.update(answer.outcome.states)
-        return Run(answers, prefill["data_plane"], tuple(sorted(states)))
+        for node in (prefill, *encoding):
+            node.terminate()  # drains; whatever goes wrong before, the stack kills
+        return Run(answers, str(prefill.ready["data_plane"]), tuple(sorted(states)))
 
 
 async def _ask(client: NodeClient, items: Sequence[ImageItem]) -> Answered:
