@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from epd.protocol.errors import (
     EpdError,
+    MediaInvalid,
     MediaMismatch,
     MediaUnavailable,
     RequestTooLarge,
@@ -75,6 +76,10 @@ class MediaStore(Generic[User]):
         if nbytes > self._budget_nbytes:
             large = RequestTooLarge(f"media of {nbytes} B, the media budget is {self._budget_nbytes} B")
             self._report(user, Refused(sender, large))
+            return
+        if nbytes < 0 or len(sha256) != hashlib.sha256().digest_size:
+            invalid = MediaInvalid(f"media of {nbytes} B named by a hash of {len(sha256)} B")
+            self._report(user, Refused(sender, invalid))
             return
         entry = self._entries.get(sha256)
         if entry is None:
