@@ -207,13 +207,20 @@ async def test_an_aborted_read_ends(bench: Bench, point: str) -> None:
 async def test_pieces_that_wait_are_withdrawn_by_an_abort_and_never_written(bench: Bench) -> None:
     """More reads than may be posted: those that were not posted end at once."""
     posted: list[Piece] = []
-    bench.plane._before_post = lambda _, piece: posted.append(piece)
-    held = bench.plane.hold("payload", survives_abort=True)
+    all_posted = threading.Event()
+
+    def note(_: SessionId, piece: Piece) -> None:
+        posted.append(piece)
+        if len(posted) == poller_module.MAX_POSTED_PER_SESSION:
+            all_posted.set()
+
+    bench.plane._before_post = note
+    bench.plane.hold("payload", survives_abort=True)
     source = bench.put(0, b"x" * 64)
     count = poller_module.MAX_POSTED_PER_SESSION + 3
     for read in range(count):
         bench.start(read, source, at=64 * read)
-    await reached(held)
+    await reached(all_posted)
     for read in range(count):
         bench.poller.abort(ReadId(read))
     for read in range(poller_module.MAX_POSTED_PER_SESSION, count):
