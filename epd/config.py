@@ -68,8 +68,8 @@ class WorkerConfig(_Table, frozen=True, kw_only=True):
 
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Of one forward; None: see `Config.worker_threads`."""
-    batch_items: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Items of one forward. Rows differ bitwise between batch sizes."""
+    batch_items: Annotated[int, Meta(ge=1, le=MAX_ITEMS_PER_PART)] = 1
+    """Items of one forward, at most. Rows differ bitwise between batch sizes."""
 
 
 class Limits(_Table, frozen=True, kw_only=True):

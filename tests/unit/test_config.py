@@ -107,6 +107,10 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
         ),
         (ENCODER | {"pool.regions": True}, "pool.regions: True given, allowed is an integer from 1 to 1_024"),
         (ENCODER | {"worker.threads": 0}, "worker.threads: 0 given, allowed is an integer from 1 to 1_024"),
+        (
+            ENCODER | {"worker.batch_items": 129},  # more would fit no message to the worker
+            "worker.batch_items: 129 given, allowed is an integer from 1 to 128",
+        ),
         (PREFILL | {"encoders": "tcp://a:1"}, "encoders: 'tcp://a:1' given, allowed is a list of text"),
         (
             {"role": "prefill"},
