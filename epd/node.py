@@ -120,6 +120,7 @@ class Node(ABC):
         clock = MonotonicClock()
         supervisor = Supervisor(self._actors)
         timers = Timers(clock, loop.call_at, supervisor.fail)
+        stack.callback(timers.close)  # nothing of the node stays in the caller's loop
         self.runtime = Runtime(clock, timers, None)
         stack.callback(self._close_recorder)  # after the endpoint: the ends of sessions are steps too
         self.endpoint = Endpoint(
@@ -439,7 +440,9 @@ class EncoderNode(Node):
     ) -> None:
         super().__init__(config, open_plane_with=open_plane_with)
         self.encoder = encoder or load_encoder(config.model)
-        self.worker = worker or ProcessWorker(config.model, config.worker_threads())
+        self.worker = worker or ProcessWorker(
+            config.model, config.worker_threads(), config.worker.batch_items
+        )
 
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
         config = self.config

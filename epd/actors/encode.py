@@ -23,7 +23,7 @@ from epd.encoders.base import Encoder
 from epd.forward.base import ForwardItem, ForwardWorker, ItemResult
 from epd.observe.log import log_transfer_ended
 from epd.protocol import encoder as machine
-from epd.protocol.errors import EpdError, ForwardFailed, MediaInvalid, RequestTooLarge
+from epd.protocol.errors import EpdError, ForwardFailed, MediaInvalid, RequestTooLarge, UnsupportedItem
 from epd.protocol.ids import Part, SessionId, TransferId
 from epd.protocol.job_key import JobKey, job_key
 from epd.protocol.machine import Effect, Event
@@ -41,6 +41,7 @@ from epd.protocol.messages import (
     Receipt,
 )
 from epd.protocol.sources import Subscriber
+from epd.protocol.wire import MAX_AUX_NBYTES
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint
 from epd.runtime.machines import MachineTable
@@ -241,13 +242,29 @@ class EncodeActor(Actor[Mail]):
             raise RequestTooLarge(
                 f"media of {item.media_nbytes} B, an item may have {self._item_limits.media_nbytes} B"
             )
-        spec = self._encoder.plan(item.probe, dtype)
+        spec = self._ask_plan(item, dtype)
+        aux_nbytes = sum(len(aux.name) + len(aux.data) for aux in spec.aux)
+        if spec.rows < 0 or spec.dim < 1 or aux_nbytes > MAX_AUX_NBYTES:
+            raise UnsupportedItem(
+                f"{self._encoder.name} plans {spec.rows}x{spec.dim} and aux tensors of {aux_nbytes} B; "
+                f"an item may have {MAX_AUX_NBYTES} B of them"
+            )
         if sealed_nbytes(spec.nbytes) > self._item_limits.region_nbytes:
             raise RequestTooLarge(
                 f"an item of {spec.rows}x{spec.dim} {spec.dtype} needs {sealed_nbytes(spec.nbytes)} B, "
                 f"a staging region has {self._item_limits.region_nbytes} B"
             )
         return spec
+
+    def _ask_plan(self, item: Item, dtype: DType) -> EmbeddingSpec:
+        """A plan that raises is a bug of a user's encoder: it fails its item, not the node."""
+        try:
+            return self._encoder.plan(item.probe, dtype)
+        except EpdError:
+            raise
+        except Exception as error:
+            _log.exception("plan failed", encoder=self._encoder.name)
+            raise UnsupportedItem(f"{self._encoder.name}: {type(error).__name__}: {error}") from error
 
     # -- machine -----------------------------------------------------------------------------
 

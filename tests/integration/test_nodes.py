@@ -10,7 +10,8 @@ from node_pairs import PLANES, empty
 
 from epd.config import load_config
 from epd.node import EncoderNode, PrefillNode
-from epd.protocol.errors import Cancelled, Draining, RequestTooLarge
+from epd.protocol.errors import Cancelled, Draining, RequestTooLarge, UnsupportedItem
+from epd.protocol.messages import AuxTensor, DType, EmbeddingSpec, Probe
 from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.testing.hold_points import HeldWorker, HoldPoints
 from epd.testing.synthetic import PatternWorker, SyntheticEncoder, pattern, synthetic_item
@@ -22,6 +23,21 @@ def encoder_node(worker: Any = None, **settings: Any) -> EncoderNode:
     overrides = {"role": "encoder", "data_plane": "shm", "timeouts.dedup_retention_s": 0.2}
     config = load_config(None, overrides | {key.replace("__", "."): value for key, value in settings.items()})
     return EncoderNode(config, encoder=SyntheticEncoder(), worker=worker or PatternWorker())
+
+
+class OddPlans(SyntheticEncoder):
+    """Has a bug for each odd width below 8."""
+
+    def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
+        match probe.width:
+            case 1:
+                raise ZeroDivisionError("a user's bug")
+            case 3:
+                return EmbeddingSpec(-1, 1, dtype)
+            case 5:
+                return EmbeddingSpec(5, 1, dtype, (AuxTensor("a", "int32", (64,), b"\0" * 256),))
+            case _:
+                return super().plan(probe, dtype)
 
 
 def prefill_node(*encoders: str, **settings: Any) -> PrefillNode:
@@ -207,3 +223,35 @@ async def test_staging_that_is_full_evicts_what_nobody_reads() -> None:
             await _encode_and_release(prefill, synthetic_item(MIB // 2 - 4 * number))
         assert encoder.dedup.forwards == 8
         assert encoder.buffers.counts()["staged"] <= 2
+
+
+async def test_a_plan_that_raises_or_cannot_be_fails_its_item_and_the_encoder_goes_on() -> None:
+    config = load_config(None, {"role": "encoder", "data_plane": "shm"})
+    async with (
+        EncoderNode(config, encoder=OddPlans(), worker=PatternWorker()) as encoder,
+        prefill_node(encoder.listen) as prefill,
+    ):
+        for rows, why in ((1, "ZeroDivisionError: a user's bug"), (3, "plans -1x1"), (5, "257 B")):
+            with pytest.raises(UnsupportedItem, match=why):
+                await prefill.encode(request(f"{rows}", synthetic_item(4 * rows)))
+        await _encode_and_release(prefill, synthetic_item(4 * 8))
+
+
+async def test_a_node_that_has_ended_leaves_no_timer_in_the_callers_loop() -> None:
+    async with encoder_node(timeouts__dedup_retention_s=600.0) as encoder:
+        async with prefill_node(encoder.listen) as prefill:
+            await _encode_and_release(prefill, synthetic_item(64))
+            prefill.submit(request("open", synthetic_item(4)), lambda _: None)
+            assert len(prefill.runtime.timers) > 0
+        assert len(encoder.runtime.timers) > 0  # the result's retention, for one
+    assert len(prefill.runtime.timers) == len(encoder.runtime.timers) == 0
+
+
+def test_the_forward_worker_is_given_the_threads_and_the_batch_size_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr("epd.node.ProcessWorker", lambda *arguments: made.append(arguments))
+    settings = {"role": "encoder", "worker.threads": 2, "worker.batch_items": 3}
+    EncoderNode(load_config(None, settings))
+    assert made == [("builtin:qwen2-vl", 2, 3)]
