@@ -3,7 +3,7 @@
 What bites, and what this file does about it:
 - Over TCP the engine lets anybody who reaches its ports read *and write* what is registered. So the
   engine is given a read-only mapping of the staging memory, and memory that only receives is not
-  registered at all. (Other transports need local registration; `epd doctor` says what that opens.)
+  registered at all. (Other transports need local registration, and none of them was ever run.)
 - The engine's word on a batch is final once, and the batch is freed with it. So a batch is asked
   about until it has ended and never again, one entry per batch, and it is named by a number of our
   own, because the engine's number comes again with the next submit.
@@ -34,6 +34,7 @@ from epd.dataplane.mappings import (
 )
 from epd.dataplane.mooncake_wire import Descriptor, ask_descriptor, shut_connections
 from epd.memory.region import Region
+from epd.observe.log import log_info
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import RegionDescriptor
@@ -259,7 +260,7 @@ class MooncakePlane:
         if peer is None or self._protocol != "tcp":
             return
         count = shut_connections(*peer.data)
-        _log.info("mooncake: reads aborted", peer=peer.name, connections=count)
+        log_info("mooncake: reads aborted", peer=peer.name, connections=count)
 
     def registrations(self) -> int:
         return self._registrations

@@ -95,6 +95,12 @@ def configure_logging(
     return writer
 
 
+def log_info(event: str, **facts: object) -> None:
+    """Log at level info; for libraries: unconfigured, structlog would print it to standard output."""
+    if structlog.is_configured():
+        _log.info(event, **facts)
+
+
 def phase_durations(phases_s: Mapping[str, float], ended_s: float) -> dict[str, float]:
     """Seconds spent in each phase, from the seconds at which each was entered, in that order."""
     entered = [*phases_s.values(), ended_s]

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from epd.observe.log import log_info
 from epd.protocol.errors import Busy, SessionRejected, WrongRole
 from epd.protocol.ids import Incarnation, SessionId
 from epd.runtime.addresses import parse_address
@@ -96,7 +97,7 @@ class Links:
         for other in self._links:
             if other is not link and other.incarnation == peer.incarnation:
                 self._rest(other, link)
-        _log.info("session opened", address=link.address, peer=peer.node)
+        log_info("session opened", address=link.address, peer=peer.node)
 
     def session_ended(self, session: SessionId, code: str, reason: str) -> None:
         """A session ended, or could not be had; it is dialled again."""

@@ -4,12 +4,20 @@ import os
 import pty
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from epd.observe.log import LogFormat, LogWriter, configure_logging, log_transfer_ended, phase_durations
+from epd.observe.log import (
+    LogFormat,
+    LogWriter,
+    configure_logging,
+    log_info,
+    log_transfer_ended,
+    phase_durations,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +162,15 @@ def test_an_ended_transfer_is_one_line_with_its_phases(outcome: str, last: str, 
             "buffer_registered_s": 1.75,
         }
     ]
+
+
+def test_an_embedding_process_that_configured_no_logs_sees_only_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    structlog.reset_defaults()
+    log_info("seen by nobody")
+    ended: dict[str, Any] = {"transfer": 1, "peers": [], "started_s": 0.0, "phases_s": {}, "ended_s": 1.0}
+    log_transfer_ended(request="good", outcome="freed", **ended)
+    assert capsys.readouterr().out == ""
+    log_transfer_ended(request="bad", outcome="deadline", **ended)
+    assert "bad" in capsys.readouterr().out
