@@ -3,7 +3,7 @@
 import importlib
 import logging
 import sys
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -53,7 +53,7 @@ def run_command(command: click.Command) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def main(arguments: Any = None) -> None:
+def main() -> None:
     sys.exit(run_command(epd))
 
 

@@ -8,7 +8,7 @@ meaningful. `state.deadline_s` (or None) is the one deadline of a state; the run
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, dataclass_transform
+from typing import Any, NamedTuple, dataclass_transform
 
 import msgspec
 
@@ -41,11 +41,6 @@ class Ignored(Effect):
 class Step(NamedTuple):
     state: Any
     effects: tuple[Effect, ...]
-
-
-class Timed(Protocol):
-    @property
-    def deadline_s(self) -> float | None: ...
 
 
 Handler = Callable[[Any, Any, float, Any], Step]

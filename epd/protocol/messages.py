@@ -318,7 +318,7 @@ class Outcome(Message):
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
-    """A piece of one delivered item, on the media lane, before its `Outcome`'s session ends."""
+    """A piece of one delivered item, on the media lane; they may come before or after its `Outcome`."""
 
     request: int
     item: int
@@ -331,7 +331,7 @@ class InventoryRequest(Message):
 
 
 class Inventory(Message):
-    """Counts by name, e.g. `slots`, `pins`, `jobs`, `records`, `timers`, `sockets`."""
+    """Counts by name, e.g. `slots`, `pins`, `jobs`, `timers`, `sockets`."""
 
     counts: dict[str, int]
     states: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ class EncoderLoad(NamedTuple):
     session: SessionId
     incarnation: Incarnation
     open_items: int
-    """Items we asked of it that have not ended, plus what its heartbeat says is queued there."""
+    """Items that this node asked of it and that have not ended."""
     max_items_per_part: int
 
 

@@ -94,7 +94,7 @@ def decode_body(frame: Frame) -> Sequence[AnyMessage]:
 
 
 def encode_message(message: AnyMessage) -> bytes:
-    """One message, to be joined into a frame by `build_frames`."""
+    """One message, to be joined into a frame by `build_frame`."""
     return _encoder.encode(message)
 
 
