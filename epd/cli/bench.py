@@ -42,14 +42,17 @@ async def _run(scenario: Scenario, data_planes: list[Choice], quick: bool) -> li
 
 
 def _planes(choice: Choice) -> list[Choice]:
-    if choice != "auto":
-        return [choice]
+    """Raises `DataPlaneError` for Mooncake where it was chosen and cannot be had."""
+    if choice == "shm":
+        return ["shm"]
     try:
         open_plane("mooncake", "127.0.0.1").close()
     except DataPlaneError as error:
+        if choice == "mooncake":
+            raise
         click.echo(f"mooncake is not measured: {error.message}", err=True)
         return ["shm"]
-    return ["mooncake", "shm"]
+    return ["mooncake"] if choice == "mooncake" else ["mooncake", "shm"]
 
 
 def _print(report: dict[str, Any]) -> None:

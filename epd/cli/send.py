@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,14 @@ import uvloop
 
 from epd.client import NodeClient, Result
 from epd.encoders.local import save_embedding
-from epd.protocol.errors import EpdError, PeerUnreachable, SessionLost, SessionRejected, SiblingFailed
+from epd.protocol.errors import (
+    ConfigError,
+    EpdError,
+    PeerUnreachable,
+    SessionLost,
+    SessionRejected,
+    SiblingFailed,
+)
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, ItemOutcome, WantedDType
 from epd.request import ImageItem
 
@@ -76,7 +84,7 @@ def send_command(
     options = Options(deadline, dtype or "model", save)
     groups = [images] if together else [(image,) for image in images]
     if save is not None:
-        save.mkdir(parents=True, exist_ok=True)
+        _make_folder(save)
     try:
         results = uvloop.run(_send_all(address, groups, concurrency, options))
     except (PeerUnreachable, SessionRejected) as error:
@@ -125,7 +133,11 @@ async def _send_group(client: NodeClient, images: Sequence[str], options: Option
             return [Sent(image, None, error) for image in images]
         return list(_failed(images, {error.item: error}))
     if options.save is not None:
-        await asyncio.to_thread(_save, options.save, items, result)
+        try:
+            await asyncio.to_thread(_save, options.save, items, result)
+        except OSError as refused:
+            unsaved = ConfigError(f"save: {refused.filename}: {refused.strerror}").as_value()
+            return [Sent(image, None, unsaved) for image in images]
     return [Sent(image, outcome, None) for image, outcome in zip(images, result.outcome.items, strict=True)]
 
 
@@ -146,6 +158,15 @@ def _failed(images: Sequence[str], errors: dict[int, ErrorValue]) -> Iterator[Se
     sibling = SiblingFailed(f"{images[first]} of the same request failed: {errors[first].code}").as_value()
     for index, image in enumerate(images):
         yield Sent(image, None, errors.get(index, sibling))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"save: {folder}: {error.strerror}", key="save", given=str(folder)) from None
+    if find_spec("safetensors") is None:
+        raise ConfigError("save: needs safetensors: install the extra `hf`", key="save")
 
 
 def _save(folder: Path, items: Sequence[ImageItem], result: Result) -> None:

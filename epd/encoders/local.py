@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from epd.encoders.base import MediaItem
 from epd.encoders.registry import load_encoder
@@ -24,9 +25,9 @@ def encode_locally(model: str, items: Sequence[MediaItem], num_threads: int) -> 
 
 
 def save_embedding(path: str | os.PathLike[str], spec: EmbeddingSpec, rows: bytes) -> None:
-    """Write `embedding` and the aux tensors of one item as a safetensors file."""
+    """Write `embedding` and the aux tensors of one item as a safetensors file. Raises `OSError`."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     def tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         kind = getattr(torch, dtype)
@@ -35,4 +36,4 @@ def save_embedding(path: str | os.PathLike[str], spec: EmbeddingSpec, rows: byte
 
     tensors = {aux.name: tensor(aux.data, aux.dtype, aux.shape) for aux in spec.aux}
     tensors["embedding"] = tensor(rows, spec.dtype, (spec.rows, spec.dim))
-    save_file(tensors, path)
+    Path(path).write_bytes(save(tensors))

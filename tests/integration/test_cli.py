@@ -101,6 +101,16 @@ def test_saved_embeddings_are_what_was_delivered(
         assert saved["grid_thw"].tolist() == result["grid_thw"]
 
 
+def test_embeddings_that_cannot_be_saved_are_one_line_each(
+    prefill: NodeProcess, files: dict[str, str], tmp_path: Path
+) -> None:
+    done = epd("send", "--to", prefill.listen, "--save", "/proc/none", "--", files["good"])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("config: save: /proc/none: ")
+    done = epd("send", "--to", prefill.listen, "--save", "/proc", "--", files["good"], files["good"])
+    assert (done.returncode, done.stdout.count("config: save: /proc/"), done.stderr) == (1, 2, "")
+
+
 def test_a_node_that_cannot_be_reached_is_one_line_and_exit_code_two(files: dict[str, str]) -> None:
     for address in ("tcp://127.0.0.1:9", "tcp://no-such-host.invalid:7000"):
         done = epd("send", "--to", address, "--", files["good"])

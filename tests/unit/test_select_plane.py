@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from epd.cli.bench import _planes
 from epd.dataplane.select import open_plane
 from epd.protocol.errors import DataPlaneError
 
@@ -68,3 +69,12 @@ def test_memory_that_cannot_be_had_is_an_error_with_sizes(exported: bool) -> Non
     with pytest.raises(DataPlaneError, match=str(1 << 60)):
         plane.allocate(1, 1 << 60, exported=exported)
     plane.close()
+
+
+def test_the_bench_measures_what_there_is_and_refuses_what_there_is_not(
+    break_import: Callable[[ImportError], None],
+) -> None:
+    break_import(MISSING[0][0])
+    assert _planes("auto") == _planes("shm") == ["shm"]
+    with pytest.raises(DataPlaneError, match="mooncake-transfer-engine"):
+        _planes("mooncake")
