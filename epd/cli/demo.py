@@ -8,10 +8,11 @@ encode of the same picture, one item a batch, with the worker's number of thread
 import asyncio
 import contextlib
 import json
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import quantiles
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import click
 import uvloop
@@ -58,9 +59,13 @@ def demo_command(
     """
     paths: Sequence[Any] = (*images, *more_images) or photographs()
     items = [ImageItem.from_file(path) for path in paths]
-    run = uvloop.run(_run(items, encoders, data_plane))
-    expected = _encode_locally(items)
-    report = _report(run, expected)
+    click.echo(f"starting nodes: {encoders} of role encoder, one of role prefill", err=True)
+    with _logs_if_it_fails() as logs:
+        run = uvloop.run(_run(items, encoders, data_plane, logs.fileno()))
+        expected = _encode_locally(items)
+        report = _report(run, expected)
+        if not report["ok"]:
+            _print_logs(logs)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -70,13 +75,30 @@ def demo_command(
     return 0 if report["ok"] else 1
 
 
-async def _run(items: Sequence[ImageItem], encoders: int, data_plane: str) -> Run:
+@contextlib.contextmanager
+def _logs_if_it_fails() -> Iterator[IO[bytes]]:
+    """A file for what the nodes log: shown if the demo fails, of no interest otherwise."""
+    with tempfile.TemporaryFile() as logs:
+        try:
+            yield logs
+        except BaseException:
+            _print_logs(logs)
+            raise
+
+
+def _print_logs(logs: IO[bytes]) -> None:
+    logs.seek(0)
+    click.echo(logs.read().decode(errors="replace"), err=True, nl=False)
+
+
+async def _run(items: Sequence[ImageItem], encoders: int, data_plane: str, log_fd: int) -> Run:
     common = {"data_plane": data_plane, "log_format": "json"}
     encoder = common | {"role": "encoder", "verify": "checksum"}
     with contextlib.ExitStack() as stack:
-        encoding = [stack.enter_context(node_process(encoder)) for _ in range(encoders)]
+        encoding = [stack.enter_context(node_process(encoder, log_fd)) for _ in range(encoders)]
         addresses = [node.listen for node in encoding]
-        prefill = stack.enter_context(node_process(common | {"role": "prefill", "encoders": addresses}))
+        settings = common | {"role": "prefill", "encoders": addresses}
+        prefill = stack.enter_context(node_process(settings, log_fd))
         groups = [items[n : n + _ITEMS_PER_REQUEST] for n in range(0, len(items), _ITEMS_PER_REQUEST)]
         async with NodeClient(prefill.listen) as client, asyncio.TaskGroup() as requests:
             tasks = [requests.create_task(_ask(client, group)) for group in groups]
