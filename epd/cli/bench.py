@@ -67,4 +67,8 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _spread(values: dict[str, Any]) -> str:
-    return f"{values['median']:.3g} ({values['min']:.3g}-{values['max']:.3g})"
+    return f"{_figure(values['median'])} ({_figure(values['min'])}-{_figure(values['max'])})"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
