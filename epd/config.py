@@ -37,7 +37,7 @@ class MemoryConfig(_Table, frozen=True, kw_only=True):
 
 
 class Timeouts(_Table, frozen=True, kw_only=True):
-    """All relative; a request's own deadline caps them all (DESIGN 3.5)."""
+    """All relative; a request's own deadline caps them all."""
 
     connect_s: Seconds = 5.0
     """From dialling to `Welcome`."""

@@ -1,4 +1,4 @@
-"""Whole nodes in the caller's event loop: `PrefillNode` and `EncoderNode` (DESIGN 4, 6).
+"""Whole nodes in the caller's event loop: `PrefillNode` and `EncoderNode`.
 
 A node owns everything it makes: data plane, pool, endpoint, actors, worker, recorder. Entering the
 context builds it, leaving it ends it, on every path.

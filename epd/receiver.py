@@ -1,4 +1,4 @@
-"""`EmbeddingReceiver`: the prefill side for a synchronous scheduler loop (DESIGN 6).
+"""`EmbeddingReceiver`: the prefill side for a synchronous scheduler loop.
 
 The node runs in a thread of its own; `submit`, `poll`, `cancel` and the deliveries' `release` may be
 called from one other thread (the scheduler's). `poll` never blocks: it empties a deque.

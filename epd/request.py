@@ -98,7 +98,7 @@ class Delivery:
         self.views = views
         self.error = error
         self.phases_s = phases_s or {}
-        """When each state name (DESIGN 3.1) was first seen, monotonic seconds; grows until freed."""
+        """When each state name was first seen, monotonic seconds; grows until freed."""
         self.verified = verified
         """Per item: were its bytes compared with the digest that the forward's worker computed?"""
         self._notify = notify

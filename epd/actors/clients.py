@@ -1,4 +1,4 @@
-"""The ClientActor: sessions of role `client` (DESIGN 3.2). A convenience that copies; engines embed.
+"""The ClientActor: sessions of role `client`. A convenience that copies; engines embed.
 
 It is a user of the PrefillActor like any other: it collects the media, submits, hashes and copies
 what is delivered, releases, and answers with one `Outcome`.

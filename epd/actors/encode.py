@@ -1,4 +1,4 @@
-"""The EncodeActor: plans items, joins jobs and grants, owns the forward worker (DESIGN 4)."""
+"""The EncodeActor: plans items, joins jobs and grants, owns the forward worker."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

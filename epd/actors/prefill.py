@@ -1,4 +1,4 @@
-"""The PrefillActor: requests, placement over encoders, retries, receipts (DESIGN 4)."""
+"""The PrefillActor: requests, placement over encoders, retries, receipts."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The TransferActor of the prefill side: peers' segments, reads, aborts (DESIGN 4, 5)."""
+"""The TransferActor of the prefill side: peers' segments, reads, aborts."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The data plane: regions, peers, reads. One small interface, several transports (DESIGN 5).
+"""The data plane: regions, peers, reads. One small interface, several transports.
 
 Threads: everything here except `allocate`, `export`, `open_peer` and `close` is called from one
 thread, the poller's. `open_peer` may wait for its peer (seconds at most), so it runs in a thread of

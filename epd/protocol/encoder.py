@@ -1,4 +1,4 @@
-"""The request machine of the encoder side: one per (session, transfer, part) (DESIGN 3.1).
+"""The request machine of the encoder side: one per (session, transfer, part).
 
 It is a join of two facts per item, job ready and grant held, in either order: a new job is ready
 after its grant, a shared one or a cache hit before. An item is announced once, and only after its
@@ -430,7 +430,7 @@ def step(state: AnyState, event: AnyEvent, now_s: float, limits: Limits) -> Step
 
 
 def state_name(state: AnyState) -> str:
-    """The DESIGN 3.1 name people see, derived from the pair (job, grant) in this one place."""
+    """The name people see, derived from the pair (job, grant) in this one place."""
     if isinstance(state, Idle):
         return "freed"
     if all(isinstance(item, Received) for item in state.items):

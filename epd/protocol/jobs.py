@@ -20,7 +20,7 @@ from epd.protocol.sources import Subscriber
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Deadlines of DESIGN 3.5, encoder side."""
+    """Deadlines of the encoder side."""
 
     media_s: float = 30.0
     forward_s: float = 120.0

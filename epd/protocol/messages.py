@@ -1,4 +1,4 @@
-"""Every message of the wire: one tagged union, encoded as msgpack arrays (DESIGN 3.2).
+"""Every message of the wire: one tagged union, encoded as msgpack arrays.
 
 Rules of this file: the first fields of each message about a transfer are transfer, part, attempt
 and, where memory is meant, grant. New fields go to the end and need defaults; unknown trailing
@@ -335,7 +335,7 @@ class Inventory(Message):
 
     counts: dict[str, int]
     states: tuple[str, ...] = ()
-    """State names (DESIGN 3.1) that transfers have passed through on this node."""
+    """State names that transfers have passed through on this node."""
 
 
 ControlMessage = (

@@ -1,4 +1,4 @@
-"""The request machine of the prefill side: one per transfer (DESIGN 3.1, 3.3 I3, I7).
+"""The request machine of the prefill side: one per transfer (I3, I7).
 
 Two levels: the request (negotiating, awaiting room, filling, delivered, consumed, ended) and its
 parts (placing, requested, sized, granted, read). Rules of this file:
@@ -513,7 +513,7 @@ _GOOD_ENDS: Final = ("freed", "cancelled")
 
 
 def state_name(state: AnyState) -> str:
-    """The DESIGN 3.1 name people see for this state."""
+    """The name people see for this state."""
     match state:
         case Negotiating():
             return "metadata" if any(isinstance(p, Sized) for p in state.parts) else "requested"

@@ -10,7 +10,7 @@ from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, ReadyItem, So
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Deadlines of DESIGN 3.5, prefill side, and the bounds of a retry."""
+    """Deadlines of the prefill side, and the bounds of a retry."""
 
     metadata_s: float = 5.0
     room_s: float = 30.0

@@ -1,4 +1,4 @@
-"""The read machine: one per read of a source into a slot (I1, I2, DESIGN 3.3).
+"""The read machine: one per read of a source into a slot (I1, I2).
 
 Two rules. A read is over only when each of its pieces is terminal by our own engine's word: a
 failure or an abort stops the posting of further pieces, and then waits. And the seal is asked for

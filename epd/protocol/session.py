@@ -1,6 +1,6 @@
 """The session machine: one instance per session, the same for the dialler and the listener.
 
-Rules of this file (DESIGN 3.2, I8):
+Rules of this file (I8):
 - A session is in force from `Welcome`. Frames are numbered per lane and direction from 0; whatever
   is not the next number is a gap, and a gap ends the session. Nothing is resent.
 - Silence makes the peer suspect, then dead. Any frame of either lane breaks the silence.

@@ -1,4 +1,4 @@
-"""The slot machine: one per lease of the prefill pool (I1, DESIGN 3.3).
+"""The slot machine: one per lease of the prefill pool (I1).
 
 A slot is written only by reads that this node posted, and leased again, or read into again, only
 when every read into it is terminal by our own engine's word. So a request may end at any time; its

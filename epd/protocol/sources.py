@@ -1,4 +1,4 @@
-"""The source machine: one per staged result on the encoder (I2, DESIGN 3.3).
+"""The source machine: one per staged result on the encoder (I2).
 
 A staging slot is pinned only while its forward runs or between `ForwardDone` and `Receipt`;
 otherwise it may be evicted. When it is freed its seal is changed first, visibly to a reader before
