@@ -39,7 +39,6 @@ from epd.protocol.messages import (
     EncodeRequest,
     Failed,
     ForwardDone,
-    Goodbye,
     Heartbeat,
     Hello,
     Inventory,
@@ -408,13 +407,14 @@ class PrefillNode(Node):
         self.prefill.mailbox.tell(prefill.EncoderLost(session))
 
     def session_suspect(self, session: SessionId, suspect: bool) -> None:
-        self.prefill.mailbox.tell(prefill.EncoderSuspect(session, suspect))
+        if not suspect:
+            self.prefill.mailbox.tell(prefill.EncoderBack(session))
 
     def _peer_messages(self, session: SessionId, messages: Sequence[AnyMessage]) -> None:
         for message in messages:
             if isinstance(
                 message,
-                EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye,
+                EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions,
             ):
                 self.prefill.mailbox.tell(prefill.FromEncoder(session, message))
 

@@ -1,11 +1,12 @@
 """Streams large things over the media lane: cut late, one queue per session, as room allows."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from epd.protocol.ids import SessionId
-from epd.protocol.messages import MediaChunk, Rows
+from epd.protocol.ids import SessionId, TransferId
+from epd.protocol.messages import MediaChunk, MediaMissing, Rows
 from epd.protocol.wire import MEDIA_CHUNK_NBYTES
+from epd.request import ImageItem
 from epd.runtime.endpoint import Endpoint
 
 
@@ -40,6 +41,47 @@ class OutgoingMedia:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+
+class OfferedMedia:
+    """Media of open requests by their hash, sent to whichever encoder asks for them."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._holders: dict[bytes, dict[TransferId, bytes]] = {}
+        self._outgoing = OutgoingMedia(endpoint)
+
+    def offer(self, transfer: TransferId, items: Sequence[ImageItem]) -> None:
+        for item in items:
+            self._holders.setdefault(item.sha256, {})[transfer] = item.media
+
+    def withdraw(self, transfer: TransferId, items: Sequence[ImageItem]) -> None:
+        """The request needs them no more; others of the same hash may. Idempotent."""
+        for item in items:
+            holders = self._holders.get(item.sha256)
+            if holders is not None:
+                holders.pop(transfer, None)
+                if not holders:
+                    del self._holders[item.sha256]
+
+    def send(self, session: SessionId, sha256: bytes) -> None:
+        """Answer a `NeedMedia`."""
+        holders = self._holders.get(sha256)
+        if holders:
+            self._outgoing.add(session, media_chunks(sha256, next(iter(holders.values()))))
+        else:
+            self._endpoint.send(session, MediaMissing(sha256))
+
+    def pump(self, session: SessionId) -> None:
+        """There is room on its media lane again."""
+        self._outgoing.pump(session)
+
+    def drop(self, session: SessionId) -> None:
+        """The session has ended."""
+        self._outgoing.drop(session)
+
+    def counts(self) -> dict[str, int]:
+        return {"media": len(self._holders), "outgoing_media": len(self._outgoing)}
 
 
 def media_chunks(sha256: bytes, media: bytes | memoryview) -> Iterator[MediaChunk]:

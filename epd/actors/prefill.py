@@ -1,11 +1,12 @@
 """The PrefillActor: requests, placement over encoders, retries, receipts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
 
-from epd.actors.outgoing import OutgoingMedia, media_chunks
+from epd.actors.encoders import Encoder, Encoders
+from epd.actors.outgoing import OfferedMedia
 from epd.actors.receive_buffers import (
     ItemRead,
     LeaseDone,
@@ -20,7 +21,7 @@ from epd.observe.log import log_transfer_ended
 from epd.protocol import prefill as machine
 from epd.protocol import prefill_types as t
 from epd.protocol.errors import Busy, Draining, EpdError, MediaInvalid, error_from_value
-from epd.protocol.ids import Incarnation, Part, SessionId, TransferId
+from epd.protocol.ids import Part, SessionId, TransferId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import (
     BufferGrant,
@@ -31,13 +32,11 @@ from epd.protocol.messages import (
     ErrorValue,
     Failed,
     ForwardDone,
-    Goodbye,
-    MediaMissing,
     NeedMedia,
     Receipt,
     Regions,
 )
-from epd.protocol.placement import EncoderLoad, choose_encoder, plan_parts
+from epd.protocol.placement import choose_encoder, plan_parts
 from epd.protocol.wire import MAX_ITEMS_PER_PART
 from epd.request import Delivery, EmbeddingRequest
 from epd.runtime.actor import Actor
@@ -48,7 +47,7 @@ from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
 
-EncoderMessage = EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions | Goodbye
+EncoderMessage = EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions
 
 
 class SubmitRequest(NamedTuple):
@@ -79,9 +78,10 @@ class EncoderOpened(NamedTuple):
     peer: PeerInfo
 
 
-class EncoderSuspect(NamedTuple):
+class EncoderBack(NamedTuple):
+    """A silent encoder speaks again."""
+
     session: SessionId
-    suspect: bool
 
 
 class EncoderLost(NamedTuple):
@@ -104,7 +104,7 @@ Mail = (
     | DeliveryNews
     | FromEncoder
     | EncoderOpened
-    | EncoderSuspect
+    | EncoderBack
     | EncoderLost
     | MediaWritable
     | Drain
@@ -114,33 +114,15 @@ Mail = (
 )
 
 
-class _Encoder:
-    """One encoder's session: usable when its memory is readable and it neither is silent nor drains."""
-
-    __slots__ = ("draining", "open_items", "peer", "readable", "session", "suspect")
-
-    def __init__(self, session: SessionId, peer: PeerInfo) -> None:
-        self.session = session
-        self.peer = peer
-        self.readable = False
-        self.suspect = False
-        self.draining = False
-        self.open_items = 0
-
-    @property
-    def usable(self) -> bool:
-        return self.readable and not self.suspect and not self.draining
-
-
 class _Request:
     """One open request. `phases_s` are the seconds at which each state name was first seen."""
 
     __slots__ = (
         "attempts",
         "extents",
+        "peers",
         "phases_s",
         "request",
-        "sessions",
         "sink",
         "started_s",
         "transfer",
@@ -155,7 +137,7 @@ class _Request:
         self.extents: tuple[Extent, ...] = ()
         self.phases_s: dict[str, float] = {}
         self.attempts: dict[Part, tuple[SessionId, int]] = {}  # open attempts and how many items they ask
-        self.sessions: set[str] = set()
+        self.peers: set[str] = set()  # names of the nodes that were asked
         self.verified: set[int] = set()  # items whose read compares the bytes with a digest
 
 
@@ -178,9 +160,8 @@ class PrefillActor(Actor[Mail]):
         self._transfers: MachineTable = runtime.machines("prefill", machine, limits, self._perform)
         self._open: dict[TransferId, _Request] = {}
         self._by_id: dict[str, TransferId] = {}
-        self._encoders: dict[SessionId, _Encoder] = {}
-        self._media: dict[bytes, dict[TransferId, bytes]] = {}
-        self._outgoing = OutgoingMedia(endpoint)
+        self.encoders = Encoders()
+        self._media = OfferedMedia(endpoint)
         self._next_transfer = 1
         self._draining = False
         self.states_seen: set[str] = set()
@@ -208,7 +189,7 @@ class PrefillActor(Actor[Mail]):
                 if transfer is not None:
                     self._feed(transfer, t.CancelWanted())
             case MediaWritable():
-                self._outgoing.pump(message.session)
+                self._media.pump(message.session)
             case Drain():
                 self._draining = True
                 self._when_idle = message.idle
@@ -220,24 +201,21 @@ class PrefillActor(Actor[Mail]):
     def _encoder_news(self, message: Mail) -> None:
         match message:
             case EncoderOpened():
-                self._encoders[message.session] = _Encoder(message.session, message.peer)
+                self.encoders[message.session] = Encoder(message.session, message.peer)
             case PeerAnswer():
-                encoder = self._encoders.get(message.session)
+                encoder = self.encoders.get(message.session)
                 if encoder is not None and message.ok:
                     encoder.readable = True
                     self._encoder_available()
                 elif encoder is not None:
                     self._endpoint.close(message.session, "data_plane", message.reason)
-            case EncoderSuspect():
-                encoder = self._encoders.get(message.session)
-                if encoder is not None:
-                    encoder.suspect = message.suspect
-                    self._encoder_available()
+            case EncoderBack():
+                self._encoder_available()
             case EncoderLost():
                 self._lose_encoder(message.session)
 
     def _from_encoder(self, session: SessionId, message: EncoderMessage) -> None:
-        encoder = self._encoders.get(session)
+        encoder = self.encoders.get(session)
         if encoder is None:
             return
         match message:
@@ -262,11 +240,9 @@ class PrefillActor(Actor[Mail]):
                     t.AttemptFailed(session, message.part, message.attempt, error),
                 )
             case NeedMedia():
-                self._send_media(session, message.sha256)
+                self._media.send(session, message.sha256)
             case Regions():
                 self.to_transfer.tell(PeerAnnounced(session, encoder.peer.segment, message.regions))
-            case Goodbye():
-                encoder.draining = True
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -289,9 +265,8 @@ class PrefillActor(Actor[Mail]):
         self._open[transfer] = _Request(transfer, message, now_s)
         self._by_id[request.request_id] = transfer
         items = tuple(item.described() for item in request.items)
-        for item in request.items:
-            self._media.setdefault(item.sha256, {})[transfer] = item.media
-        plans = plan_parts(items, self._loads(), MAX_ITEMS_PER_PART)
+        self._media.offer(transfer, request.items)
+        plans = plan_parts(items, self.encoders.loads(), MAX_ITEMS_PER_PART)
         deadline_s = now_s + request.deadline_s
         self._feed(
             transfer,
@@ -354,7 +329,7 @@ class PrefillActor(Actor[Mail]):
                 case t.ReturnLease():
                     self.to_buffers.tell(LeaseDone(effect.lease))
                 case t.ChooseEncoder():
-                    session = choose_encoder(effect.items, self._loads(), effect.avoid)
+                    session = choose_encoder(effect.items, self.encoders.loads(), effect.avoid)
                     self._feed(transfer, t.EncoderChosen(effect.part, session))
                 case t.Deliver():
                     self._deliver(open_request, effect.specs)
@@ -407,20 +382,19 @@ class PrefillActor(Actor[Mail]):
 
     def _open_attempt(self, open_request: _Request, part: Part, session: SessionId, items: int) -> None:
         open_request.attempts[part] = (session, items)
-        encoder = self._encoders.get(session)
-        if encoder is not None:
-            encoder.open_items += items
-            open_request.sessions.add(encoder.peer.node)
+        self.encoders.add_items(session, items)
+        if session in self.encoders:
+            open_request.peers.add(self.encoders[session].peer.node)
 
     def _close_attempt(self, open_request: _Request, part: Part) -> None:
-        session, items = open_request.attempts.pop(part, (None, 0))
-        encoder = self._encoders.get(session) if session is not None else None
-        if encoder is not None:
-            encoder.open_items -= items
+        attempt = open_request.attempts.pop(part, None)
+        if attempt is not None:
+            session, items = attempt
+            self.encoders.add_items(session, -items)
 
     def _deliver(self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]) -> None:
-        self._drop_media(open_request)
         transfer = open_request.transfer
+        self._media.withdraw(transfer, open_request.request.items)
         views = tuple(
             self._pool.view(extent)[: spec.nbytes]
             for extent, spec in zip(open_request.extents, specs, strict=True)
@@ -450,7 +424,7 @@ class PrefillActor(Actor[Mail]):
         log_transfer_ended(
             request=open_request.request.request_id,
             transfer=open_request.transfer,
-            peers=sorted(open_request.sessions),
+            peers=sorted(open_request.peers),
             outcome=outcome,
             started_s=open_request.started_s,
             phases_s=open_request.phases_s,
@@ -463,47 +437,17 @@ class PrefillActor(Actor[Mail]):
             self._log_ended(open_request, "freed")
         for part in list(open_request.attempts):
             self._close_attempt(open_request, part)
-        self._drop_media(open_request)
+        self._media.withdraw(open_request.transfer, open_request.request.items)
         self._open.pop(open_request.transfer, None)
         self._by_id.pop(open_request.request.request_id, None)
         if not self._open and self._when_idle is not None:
             self._when_idle()
 
-    # -- media -------------------------------------------------------------------------------
-
-    def _send_media(self, session: SessionId, sha256: bytes) -> None:
-        holders = self._media.get(sha256)
-        if not holders:
-            self._endpoint.send(session, MediaMissing(sha256))
-            return
-        media = next(iter(holders.values()))
-        self._outgoing.add(session, media_chunks(sha256, media))
-
-    def _drop_media(self, open_request: _Request) -> None:
-        for item in open_request.request.items:
-            holders = self._media.get(item.sha256)
-            if holders is not None:
-                holders.pop(open_request.transfer, None)
-                if not holders:
-                    del self._media[item.sha256]
-
     # -- encoders ----------------------------------------------------------------------------
-
-    def _loads(self) -> Sequence[EncoderLoad]:
-        return [
-            EncoderLoad(
-                encoder.session,
-                Incarnation(encoder.peer.incarnation),
-                encoder.open_items,
-                min(MAX_ITEMS_PER_PART, encoder.peer.limits.max_items_per_part),
-            )
-            for encoder in self._encoders.values()
-            if encoder.usable
-        ]
 
     def _encoder_available(self) -> None:
         for transfer, open_request in list(self._open.items()):
-            if len(open_request.attempts) < 1 or self._has_placing(transfer):
+            if not open_request.attempts or self._has_placing(transfer):
                 self._feed(transfer, t.EncoderAvailable())
 
     def _has_placing(self, transfer: TransferId) -> bool:
@@ -511,19 +455,19 @@ class PrefillActor(Actor[Mail]):
         return any(isinstance(part, t.Placing) for part in parts)
 
     def _lose_encoder(self, session: SessionId) -> None:
-        if self._encoders.pop(session, None) is None:
+        if self.encoders.pop(session, None) is None:
             return
-        self._outgoing.drop(session)
+        self._media.drop(session)
         self.to_transfer.tell(PeerGone(session))
         for transfer, open_request in list(self._open.items()):
             if any(opened == session for opened, _ in open_request.attempts.values()):
                 self._feed(transfer, t.SessionEnded(session))
 
     def counts(self) -> dict[str, int]:
-        return {
-            "requests": len(self._open),
-            "encoders": sum(encoder.usable for encoder in self._encoders.values()),
-            "media": len(self._media),
-            "outgoing_media": len(self._outgoing),
-            "open_items": sum(encoder.open_items for encoder in self._encoders.values()),
-        }
+        return (
+            {
+                "requests": len(self._open),
+            }
+            | self.encoders.counts()
+            | self._media.counts()
+        )

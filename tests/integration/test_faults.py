@@ -80,13 +80,13 @@ class World:
 
     def serving(self, item: ImageItem = ITEM) -> HeldProcess:
         """The encoder that the next request for this item goes to."""
-        (plan,) = plan_parts((item.described(),), self.node.prefill._loads(), 128)
+        (plan,) = plan_parts((item.described(),), self.node.prefill.encoders.loads(), 128)
         assert plan.session is not None
         address = self.node.endpoint.peers()[plan.session].address
         return next(encoder for encoder in self.encoders if encoder.listen == address)
 
     async def connected(self) -> None:
-        while len(self.node.prefill._loads()) < len(self.encoders):
+        while len(self.node.prefill.encoders.loads()) < len(self.encoders):
             await self.watch_news()
 
     async def watch_news(self) -> None:
