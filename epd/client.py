@@ -136,8 +136,8 @@ class NodeClient:
     async def inventory(self) -> Inventory:
         """Counts of everything the node holds. Raises `SessionLost`."""
         answer: asyncio.Future[Inventory] = asyncio.get_running_loop().create_future()
-        self._inventories.append(answer)
         self._send(InventoryRequest())
+        self._inventories.append(answer)
         return await answer
 
     def _send(self, message: Submit | InventoryRequest) -> None:

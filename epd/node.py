@@ -377,10 +377,7 @@ class PrefillNode(Node):
         """Take no new requests; wait until the running ones have ended. False if time ran out."""
         idle = asyncio.Event()
         self.prefill.mailbox.tell(prefill.Drain(idle.set))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await idle.wait()
-        return idle.is_set()
+        return await _is_set_within(idle, timeout_s)
 
     def counts(self) -> dict[str, int]:
         return self._counts(self.buffers.counts(), self.transfer.counts(), self.prefill.counts())
@@ -483,10 +480,7 @@ class EncoderNode(Node):
         self.endpoint.goodbye("draining")
         idle = asyncio.Event()
         self.encode.mailbox.tell(encode.Drain(idle.set))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await idle.wait()
-        return idle.is_set()
+        return await _is_set_within(idle, timeout_s)
 
     def counts(self) -> dict[str, int]:
         return self._counts(self.buffers.counts(), self.dedup.counts(), self.encode.counts())
@@ -533,3 +527,10 @@ class EncoderNode(Node):
             0,
             self.pool.free_nbytes,
         )
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

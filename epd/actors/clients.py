@@ -195,8 +195,11 @@ class ClientActor(Actor[Mail]):
                 states = tuple(delivery.phases_s)
                 self._endpoint.send(message.session, Outcome(message.request, (), error, states))
             return
+        if opened is None:  # its client has gone
+            delivery.release()
+            return
         delivery.take()
-        rows = opened is not None and opened.submit.rows
+        rows = opened.submit.rows
         hashing = asyncio.get_running_loop().run_in_executor(self._hasher, _digest, delivery, rows)
         self._hashing.add(hashing)
         hashing.add_done_callback(self._hashing.discard)

@@ -106,10 +106,7 @@ class MediaStore(Generic[User]):
         gone = not entry.complete and entry.sender is not None and entry.sender not in entry.users.values()
         if not entry.users or gone:
             self._forget(entry)
-            for (
-                other,
-                session,
-            ) in entry.users.items():  # its sender has left: from the start, of the next
+            for other, session in entry.users.items():  # its sender has left: from the start, of the next
                 self.fetch(other, sha256, entry.nbytes, session)
             self._ask_next()
 

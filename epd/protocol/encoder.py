@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import DeadlineExceeded, Draining, RequestTooLarge
 from epd.protocol.ids import Attempt, LeaseId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch, ignored
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, ReadyItem, Source
 from epd.protocol.wire import MAX_ITEMS_PER_PART
 
@@ -266,7 +266,7 @@ def _accept(state: Idle, event: RequestReceived, now_s: float, limits: Limits) -
 def _accept_newer(state: Open, event: RequestReceived, now_s: float, limits: Limits) -> Step:
     """One attempt of a part is open at a time: a newer one ends the older."""
     if event.attempt <= state.attempt:
-        return _ignored(state, event)
+        return ignored(state, event)
     ended = _end(state, "superseded")
     opened = _accept(Idle(), event, now_s, limits)
     return Step(opened.state, ended.effects + opened.effects)
@@ -274,7 +274,7 @@ def _accept_newer(state: Open, event: RequestReceived, now_s: float, limits: Lim
 
 def _grant(state: Open, event: GrantReceived, now_s: float, limits: Limits) -> Step:
     if event.attempt != state.attempt or state.grant is not None:
-        return _ignored(state, event)
+        return ignored(state, event)
     items: list[ItemState] = []
     effects: list[Effect] = []
     for number, item in enumerate(state.items):
@@ -290,7 +290,7 @@ def _job_ready(state: Open, event: JobReady, now_s: float, limits: Limits) -> St
     if isinstance(item, Pinning) and item.staged != event.staged:
         return _put(state, event.item, replace(item, renewed=event.staged))
     if not _expects(state, event.attempt, event.item, Waiting):
-        return _ignored(state, event)
+        return ignored(state, event)
     if state.grant is None:
         return _put(state, event.item, Ready(event.staged))
     pin = PinSource(state.attempt, event.item, event.staged)
@@ -300,14 +300,14 @@ def _job_ready(state: Open, event: JobReady, now_s: float, limits: Limits) -> St
 def _job_evicted(state: Open, event: JobEvicted, now_s: float, limits: Limits) -> Step:
     # A pin that is under way is answered by `SourceGone`; until then the item stays `Pinning`.
     if not _expects(state, event.attempt, event.item, Ready):
-        return _ignored(state, event)
+        return ignored(state, event)
     return _put(state, event.item, Waiting())
 
 
 def _source_gone(state: Open, event: SourceGone, now_s: float, limits: Limits) -> Step:
     item = _item(state, event.attempt, event.item)
     if not isinstance(item, Pinning):
-        return _ignored(state, event)
+        return ignored(state, event)
     if item.renewed is not None:
         pin = PinSource(state.attempt, event.item, item.renewed)
         return _put(state, event.item, Pinning(item.renewed), pin)
@@ -317,7 +317,7 @@ def _source_gone(state: Open, event: SourceGone, now_s: float, limits: Limits) -
 def _announce(state: Open, event: SourcePinned, now_s: float, limits: Limits) -> Step:
     item = _item(state, event.attempt, event.item)
     if isinstance(item, Announced) and item.staged == event.staged:
-        return _ignored(state, event)
+        return ignored(state, event)
     if not isinstance(item, Pinning) or item.staged != event.staged:
         return _unpin_stray(state, event, now_s, limits)
     assert state.grant is not None
@@ -336,14 +336,14 @@ def _unpin_stray(state: AnyState, event: SourcePinned, now_s: float, limits: Lim
 def _job_failed(state: Open, event: JobFailed, now_s: float, limits: Limits) -> Step:
     # In `Pinning` too: the result was evicted before it was pinned, and its forward failed since.
     if not isinstance(_item(state, event.attempt, event.item), Waiting | Ready | Pinning):
-        return _ignored(state, event)
+        return ignored(state, event)
     error = replace(event.error, item=event.item)
     return _end(state, error.code, SendFailed(state.attempt, error))
 
 
 def _receive(state: Open, event: ReceiptReceived, now_s: float, limits: Limits) -> Step:
     if event.attempt != state.attempt or event.grant != state.grant:
-        return _ignored(state, event)
+        return ignored(state, event)
     items = list(state.items)
     effects: list[Effect] = []
     for number in range(max(0, event.first), min(event.first + event.count, len(items))):
@@ -358,7 +358,7 @@ def _receive(state: Open, event: ReceiptReceived, now_s: float, limits: Limits) 
 
 
 def _cancel(state: Open, event: CancelReceived, now_s: float, limits: Limits) -> Step:
-    return _end(state, "cancelled") if event.attempt == state.attempt else _ignored(state, event)
+    return _end(state, "cancelled") if event.attempt == state.attempt else ignored(state, event)
 
 
 def _lose_session(state: Open, event: SessionEnded, now_s: float, limits: Limits) -> Step:
@@ -367,7 +367,7 @@ def _lose_session(state: Open, event: SessionEnded, now_s: float, limits: Limits
 
 def _drain(state: Open, event: DrainWanted, now_s: float, limits: Limits) -> Step:
     if state.grant is not None:
-        return _ignored(state, event)
+        return ignored(state, event)
     error = Draining("the encoder drains; this part was not started").as_value()
     return _end(state, error.code, SendFailed(state.attempt, error))
 
@@ -400,10 +400,6 @@ def _expects(state: Open, attempt: Attempt, item: int, kind: type[ItemState]) ->
 def _put(state: Open, number: int, item: ItemState, *effects: Effect) -> Step:
     items = (*state.items[:number], item, *state.items[number + 1 :])
     return Step(replace(state, items=items), effects)
-
-
-def _ignored(state: AnyState, event: Event) -> Step:
-    return Step(state, (Ignored(type(event).__name__),))
 
 
 TRANSITIONS: Final[dict[tuple[type, type], Callable[..., Step]]] = {

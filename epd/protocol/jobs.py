@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import ForwardFailed, MediaUnavailable
 from epd.protocol.ids import LeaseId, SessionId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch, ignored
 from epd.protocol.messages import ErrorValue, Struct
 from epd.protocol.sources import Subscriber
 
@@ -262,7 +262,7 @@ def _create(_: Absent, event: Subscribed, now_s: float, limits: Limits) -> Step:
 
 def _join(state: Wanted, event: Subscribed, now_s: float, limits: Limits) -> Step:
     if any(wish.subscriber == event.subscriber for wish in state.wishes):
-        return _ignored(state, event)
+        return ignored(state, event)
     joined = replace(state, wishes=(*state.wishes, Wish(event.subscriber)))
     if isinstance(joined, Done):
         return Step(replace(joined, deadline_s=None), (TellReady(event.subscriber, joined.staged),))
@@ -271,7 +271,7 @@ def _join(state: Wanted, event: Subscribed, now_s: float, limits: Limits) -> Ste
 
 def _grant(state: Wanted, event: Granted, now_s: float, limits: Limits) -> Step:
     if all(wish.subscriber != event.subscriber for wish in state.wishes):
-        return _ignored(state, event)
+        return ignored(state, event)
     wishes = tuple(
         replace(wish, granted=True) if wish.subscriber == event.subscriber else wish for wish in state.wishes
     )
@@ -291,7 +291,7 @@ def _begin(state: Unstarted) -> Step:
 def _leave(state: Wanted, event: Left, now_s: float, limits: Limits) -> Step:
     wishes = tuple(wish for wish in state.wishes if wish.subscriber != event.subscriber)
     if len(wishes) == len(state.wishes):
-        return _ignored(state, event)
+        return ignored(state, event)
     return _with_fewer(state, wishes, now_s, limits)
 
 
@@ -338,7 +338,7 @@ def _media_here(state: Fetching, event: MediaArrived, now_s: float, limits: Limi
 
 def _media_failed(state: Fetching, event: MediaFailed, now_s: float, limits: Limits) -> Step:
     if event.sender != state.sender:
-        return _ignored(state, event)
+        return ignored(state, event)
     blamed = tuple(w for w in state.wishes if w.subscriber.session == event.sender)
     rest = tuple(w for w in state.wishes if w.subscriber.session != event.sender)
     return _again(rest, DropMedia(), *(TellFailed(wish.subscriber, event.error) for wish in blamed))
@@ -368,7 +368,7 @@ def _start(state: Queued, event: ForwardStarted, now_s: float, limits: Limits) -
 
 def _unqueue(state: Queued, event: ForwardUnqueued, now_s: float, limits: Limits) -> Step:
     if not state.withdrawn:
-        return _ignored(state, event)
+        return ignored(state, event)
     if any(wish.granted for wish in state.wishes):  # wanted again, and everything is still here
         return Step(replace(state, withdrawn=False), (QueueForward(state.staged),))
     return _again(state.wishes, MarkWriteEnded(state.staged), DropMedia())
@@ -396,7 +396,7 @@ def _forward_late(state: Running, event: TimerExpired, now_s: float, limits: Lim
 
 def _evict(state: Done, event: Evicted, now_s: float, limits: Limits) -> Step:
     if event.staged != state.staged:
-        return _ignored(state, event)
+        return ignored(state, event)
     return _again(state.wishes, *(TellEvicted(wish.subscriber) for wish in state.wishes))
 
 
@@ -407,10 +407,6 @@ def _retire(state: Done, event: TimerExpired, now_s: float, limits: Limits) -> S
 def _fail_all(wishes: Wishes, error: ErrorValue, *before: Effect) -> Step:
     told = tuple(TellFailed(wish.subscriber, error) for wish in wishes)
     return Step(Absent(), (*before, *told))
-
-
-def _ignored(state: AnyState, event: Event) -> Step:
-    return Step(state, (Ignored(type(event).__name__),))
 
 
 _WANTED: Final = (Unstarted, Fetching, AwaitingStaging, Queued, Running, Done)

@@ -47,9 +47,14 @@ Handler = Callable[[Any, Any, float, Any], Step]
 Table = Mapping[tuple[type, type], Handler]
 
 
+def ignored(state: Any, event: Event) -> Step:
+    """The event changes nothing in this state."""
+    return Step(state, (Ignored(type(event).__name__),))
+
+
 def dispatch(table: Table, state: Any, event: Event, now_s: float, limits: Any) -> Step:
     """Total: a pair that is not in the table changes nothing and is reported as `Ignored`."""
     handler = table.get((type(state), type(event)))
     if handler is None:
-        return Step(state, (Ignored(type(event).__name__),))
+        return ignored(state, event)
     return handler(state, event, now_s, limits)

@@ -27,15 +27,7 @@ from epd.protocol.errors import (
     TimedOut,
 )
 from epd.protocol.ids import Attempt, Part, SessionId
-from epd.protocol.machine import (
-    Effect,
-    Event,
-    Ignored,
-    State,
-    Step,
-    TimerExpired,
-    dispatch,
-)
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch, ignored
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item
 from epd.protocol.prefill_types import (
     INITIAL,
@@ -116,12 +108,9 @@ def _submit(_: New, event: Submitted, now_s: float, limits: Limits) -> Step:
     parts: list[PartState] = []
     effects: list[Effect] = []
     for index, plan in enumerate(event.plans):
-        placing = Placing(plan.items, Attempt(1), None)
+        parts.append(Placing(plan.items, Attempt(1), None))
         if plan.session is None:
-            parts.append(placing)
             effects.append(ChooseEncoder(Part(index), _pick(event.items, plan.items), ()))
-        else:
-            parts.append(placing)
     count = len(event.items)
     state: Live = Negotiating(
         event.items,
@@ -143,19 +132,19 @@ def _submit(_: New, event: Submitted, now_s: float, limits: Limits) -> Step:
 def _to_part(state: Live, event: "PartEvent", now_s: float, limits: Limits) -> Step:
     """Hand an event to its part, if it concerns the attempt that is open there."""
     if not 0 <= event.part < len(state.parts):
-        return _ignored(state, event)
+        return ignored(state, event)
     part = state.parts[event.part]
     attempt = getattr(event, "attempt", part.attempt)
     session = getattr(event, "session", None)
     if attempt != part.attempt:
-        return _ignored(state, event)
+        return ignored(state, event)
     if isinstance(event, MetadataReceived | SourcesReady | AttemptFailed) and session != getattr(
         part, "session", None
     ):
-        return _ignored(state, event)
+        return ignored(state, event)
     handler = PART_TRANSITIONS.get((type(part), type(event)))
     if handler is None:
-        return _ignored(state, event)
+        return ignored(state, event)
     return _apply(state, event.part, handler(state, part, event, now_s, limits), now_s, limits)
 
 
@@ -223,7 +212,7 @@ def _refuse_room(state: AwaitingRoom, event: RoomRefused, now_s: float, limits: 
 def _return_stray_lease(state: AnyState, event: RoomLeased, now_s: float, limits: Limits) -> Step:
     """Lost race: the lease came after the wish was withdrawn; no encoder was told."""
     if event.lease == getattr(state, "lease", None):
-        return _ignored(state, event)
+        return ignored(state, event)
     return Step(state, (ReturnLease(event.lease),))
 
 
@@ -274,7 +263,7 @@ def _expire(state: Live, event: TimerExpired, now_s: float, limits: Limits) -> S
         late = TimedOut(f"no sizes within {limits.metadata_s} s", phase="metadata").as_value()
         outcome = _close_attempt(state, part, Part(index), late, now_s, limits, tell=True)
         return _apply(state, index, outcome, now_s, limits)
-    return _ignored(state, event)
+    return ignored(state, event)
 
 
 def _take(state: Delivered, event: Taken, now_s: float, limits: Limits) -> Step:
@@ -439,10 +428,6 @@ def _deadline_error(state: Live) -> ErrorValue:
     names = ", ".join(sorted({type(part).__name__.lower() for part in state.parts}))
     error: EpdError = DeadlineExceeded(f"deadline passed; parts were {names}")
     return error.as_value()
-
-
-def _ignored(state: AnyState, event: Event) -> Step:
-    return Step(state, (Ignored(type(event).__name__),))
 
 
 def _missing(state: Live, part: PartState) -> tuple[Item, ...]:

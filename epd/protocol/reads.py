@@ -14,7 +14,7 @@ from typing import ClassVar, Final, Literal
 
 import msgspec
 
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, dispatch
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, dispatch, ignored
 
 PieceOutcome = Literal["done", "failed", "refused"]
 Outcome = Literal["ok", "seal_mismatch", "failed", "refused", "aborted"]
@@ -137,7 +137,7 @@ def _forget(_: Idle, event: AbortWanted, now_s: float, limits: Limits) -> Step:
 
 def _advance(state: Reading, event: PieceEnded, now_s: float, limits: Limits) -> Step:
     if event.index not in state.posted:
-        return Step(state, (Ignored("PieceEnded"),))
+        return ignored(state, event)
     posted = state.posted - {event.index}
     if event.outcome != "done":
         return _stop(event.outcome, posted, aborting=False)
@@ -158,13 +158,13 @@ def _abort(state: Reading, event: AbortWanted, now_s: float, limits: Limits) -> 
 
 def _abort_rest(state: Stopping, event: AbortWanted, now_s: float, limits: Limits) -> Step:
     if state.aborting:
-        return Step(state, (Ignored("AbortWanted"),))
+        return ignored(state, event)
     return Step(Stopping(state.outcome, state.posted, aborting=True), (AbortPeer(),))
 
 
 def _drain(state: Stopping, event: PieceEnded, now_s: float, limits: Limits) -> Step:
     if event.index not in state.posted:
-        return Step(state, (Ignored("PieceEnded"),))
+        return ignored(state, event)
     return _stop(state.outcome, state.posted - {event.index}, state.aborting)
 
 
@@ -178,7 +178,7 @@ def _check(state: Sealing, event: SealRead, now_s: float, limits: Limits) -> Ste
 
 def _abort_seal(state: Sealing, event: AbortWanted, now_s: float, limits: Limits) -> Step:
     if state.aborted:
-        return Step(state, (Ignored("AbortWanted"),))
+        return ignored(state, event)
     return Step(Sealing(state.seal, aborted=True), (AbortPeer(),))
 
 

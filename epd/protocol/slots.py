@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from epd.protocol.errors import DigestMismatch, ReadFailed, SealMismatch, SourceInvalid
 from epd.protocol.ids import Attempt, LeaseId, Part, ReadId, SessionId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch, ignored
 from epd.protocol.messages import ErrorValue, Source, Struct
 
 
@@ -150,7 +150,7 @@ def _want(state: Leased, event: ReadWanted, now_s: float, limits: Limits) -> Ste
         if running.wanted.item == wanted.item:
             newest = running.next or running.wanted
             if wanted.read <= newest.read:
-                return Step(state, (Ignored("ReadWanted"),))
+                return ignored(state, event)
             # Not posted yet: the older read may still write into this extent (I1).
             effects: tuple[Effect, ...] = ()
             if not running.aborted:
@@ -163,7 +163,7 @@ def _want(state: Leased, event: ReadWanted, now_s: float, limits: Limits) -> Ste
 def _post(state: Leased | Quarantined, event: ReadPosted, now_s: float, limits: Limits) -> Step:
     running = _find(state.reads, event.read)
     if running is None or running.aborted:
-        return Step(state, (Ignored("ReadPosted"),))
+        return ignored(state, event)
     read_s = limits.read_base_s + running.wanted.source.nbytes / limits.read_min_bandwidth_bytes_per_s
     timed = replace(running, deadline_s=now_s + read_s)
     return Step(replace(state, reads=_swap(state.reads, running, timed)), ())
@@ -172,7 +172,7 @@ def _post(state: Leased | Quarantined, event: ReadPosted, now_s: float, limits: 
 def _end_read(state: Leased, event: ReadTerminal, now_s: float, limits: Limits) -> Step:
     running = _find(state.reads, event.read)
     if running is None:
-        return Step(state, (Ignored("ReadTerminal"),))
+        return ignored(state, event)
     if running.next is not None:
         following = Running(running.next)
         return Step(replace(state, reads=_swap(state.reads, running, following)), (PostRead(running.next),))
@@ -186,7 +186,7 @@ def _end_read(state: Leased, event: ReadTerminal, now_s: float, limits: Limits) 
 def _end_quarantined(state: Quarantined, event: ReadTerminal, now_s: float, limits: Limits) -> Step:
     running = _find(state.reads, event.read)
     if running is None:
-        return Step(state, (Ignored("ReadTerminal"),))
+        return ignored(state, event)
     rest = tuple(r for r in state.reads if r is not running)
     if rest:
         return Step(replace(state, reads=rest), ())

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from epd.protocol.ids import Attempt, LeaseId, Part, Seal, SessionId, TransferId
-from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch, ignored
 from epd.protocol.messages import Struct
 
 
@@ -184,7 +184,7 @@ def _unpin(state: Stable, event: Unpinned, now_s: float, limits: Limits) -> Step
 
 def _evict(state: Stable, event: EvictWanted, now_s: float, limits: Limits) -> Step:
     if state.pins:
-        return Step(state, (Ignored("EvictWanted"),))
+        return ignored(state, event)
     freed = _free(state)
     return Step(freed.state, (*freed.effects, TellEvicted(state.staged)))
 

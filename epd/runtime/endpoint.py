@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, assert_never
 
+import msgspec
+
 from epd.protocol import session as machine
 from epd.protocol.errors import Busy, ConfigError, Draining
 from epd.protocol.ids import NodeId, SessionId
@@ -360,19 +362,8 @@ class Endpoint:
             self._table.feed(session.id, CloseWanted(Busy.code, _FULL))
 
     def _our_welcome(self) -> Welcome:
-        ours = self._hello()
-        return Welcome(
-            ours.node,
-            ours.incarnation,
-            ours.role,
-            ours.protocol_version,
-            ours.logic_version,
-            ours.fingerprint,
-            ours.data_plane,
-            ours.segment,
-            ours.limits,
-            self._media_address,
-        )
+        """Our `Hello`, and where the media lane is."""
+        return Welcome(**msgspec.structs.asdict(self._hello()), media_address=self._media_address)
 
     # -- lanes -------------------------------------------------------------------------------
 
