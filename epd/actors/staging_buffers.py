@@ -1,7 +1,6 @@
 """The encoder's BufferManagerActor: the staging pool, seals, pins and eviction (I2, I7)."""
 
 import os
-import struct
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -13,22 +12,16 @@ from epd.protocol.ids import LeaseId, Seal
 from epd.protocol.job_key import JobKey
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import ErrorValue, Source
-from epd.protocol.sources import Subscriber
+from epd.protocol.sources import SEAL_WORD, Subscriber, seal_offset
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
 from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
-SEAL = struct.Struct("<Q")
-
 
 def sealed_nbytes(nbytes: int) -> int:
-    """A staging slot: the payload, padded to 8 bytes, and the seal."""
-    return seal_offset(nbytes) + SEAL.size
-
-
-def seal_offset(nbytes: int) -> int:
-    return (nbytes + 7) & ~7
+    """Of a staging slot: the payload and, behind it, the seal."""
+    return seal_offset(nbytes) + SEAL_WORD.size
 
 
 class StagingWanted(NamedTuple):
@@ -184,7 +177,7 @@ class StagingBuffers(Actor[Mail]):
         match effect:
             case sources.WriteSeal():
                 view = self._pool.view(entry.extent)
-                SEAL.pack_into(view, seal_offset(entry.nbytes), effect.seal)
+                SEAL_WORD.pack_into(view, seal_offset(entry.nbytes), effect.seal)
             case sources.FreeExtent():
                 del self._staged[staged]
                 self._pool.give((entry.extent,))

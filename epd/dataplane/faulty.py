@@ -23,10 +23,10 @@ from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
 from epd.memory.region import Region
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import RegionDescriptor
+from epd.protocol.sources import SEAL_WORD, seal_offset
 
 HoldPoint = Literal["payload", "seal", "open"]
 
-_SEAL_NBYTES: Final = 8
 _REMEMBERED_PAYLOADS: Final = 4096
 
 
@@ -129,7 +129,7 @@ class FaultyPlane:
             self._before_post(session, piece)
         if self._draw("refuse"):
             return ReadState.REFUSED
-        point: HoldPoint = "seal" if piece.nbytes == _SEAL_NBYTES else "payload"
+        point: HoldPoint = "seal" if piece.nbytes == SEAL_WORD.size else "payload"
         held = point in self._held
         fails, hangs = self._draw("fail"), self._draw("hang")
         polls = self._random.randint(1, self.rates.max_delay_polls) if self._draw("delay") else 0
@@ -181,8 +181,8 @@ class FaultyPlane:
     def _make_stale(self, pending: _Pending) -> None:
         """Tear a payload exactly when the seal that follows it says so (the slot is still the read's)."""
         session, piece, _, *_ = pending
-        if piece.nbytes != _SEAL_NBYTES:
-            after = -(-(piece.offset + piece.nbytes) // _SEAL_NBYTES) * _SEAL_NBYTES
+        if piece.nbytes != SEAL_WORD.size:
+            after = seal_offset(piece.offset + piece.nbytes)
             self._payloads[(session, piece.region, after)] = piece
             if len(self._payloads) > _REMEMBERED_PAYLOADS:
                 self._payloads.popitem(last=False)

@@ -29,6 +29,7 @@ from epd.protocol import reads
 from epd.protocol.ids import ReadId, SessionId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import RegionDescriptor, Source
+from epd.protocol.sources import SEAL_WORD, seal_offset
 
 _log = structlog.get_logger()
 
@@ -39,8 +40,7 @@ MAX_PIECE_NBYTES: Final = 64 * 1024 * 1024
 MAX_POSTED_PER_SESSION: Final = 8
 
 _PAGE_NBYTES: Final = 4096
-_SEAL_NBYTES: Final = 8
-_SEAL: Final = -1
+_SEAL_PIECE: Final = -1
 """The place of a piece's index in the queue of what is to be posted, for the seal."""
 _SEALS: Final = 1024
 _SPIN_S: Final = 200e-6
@@ -175,8 +175,8 @@ class ReadPoller:
         self._stopping = False
         self._give_up_s = 0.0
         # On planes that need it this memory is registered, once; a seal's word lands here.
-        seals = plane.allocate(1, _SEALS * _SEAL_NBYTES, exported=False)[0]
-        self._free_seals = [seals.address + at for at in range(0, seals.nbytes, _SEAL_NBYTES)]
+        seals = plane.allocate(1, _SEALS * SEAL_WORD.size, exported=False)[0]
+        self._free_seals = [seals.address + at for at in range(0, seals.nbytes, SEAL_WORD.size)]
         self._thread = threading.Thread(target=self._run, name="epd-poller", daemon=True)
         self._thread.start()
 
@@ -337,7 +337,7 @@ class ReadPoller:
                     case reads.PostPiece():
                         self._lane(read).waiting.append((read, effect.index))
                     case reads.ReadSeal():
-                        self._lane(read).waiting.appendleft((read, _SEAL))
+                        self._lane(read).waiting.appendleft((read, _SEAL_PIECE))
                     case reads.AbortPeer():
                         self._abort_peer(read.request.session, now_s)
                     case reads.Finish():
@@ -375,7 +375,7 @@ class ReadPoller:
             waiting, index = lane.waiting.popleft()
             if waiting is not read:
                 lane.waiting.append((waiting, index))
-            elif index == _SEAL:
+            elif index == _SEAL_PIECE:
                 withdrawn.append(reads.SealRead(None))
             else:
                 withdrawn.append(reads.PieceEnded(index, "refused"))
@@ -411,7 +411,7 @@ class ReadPoller:
 
     def _post_one(self, session: SessionId, lane: _Lane) -> bool:
         read, index = lane.waiting[0]
-        if index == _SEAL and not self._free_seals:
+        if index == _SEAL_PIECE and not self._free_seals:
             return False
         lane.waiting.popleft()
         answer = self._plane.post(session, self._piece(read, index))
@@ -429,21 +429,21 @@ class ReadPoller:
 
     def _piece(self, read: _Read, index: int) -> Piece:
         request, source = read.request, read.request.source
-        if index == _SEAL:
+        if index == _SEAL_PIECE:
             read.seal_address = self._free_seals.pop()
-            after = source.offset + -(-source.nbytes // _SEAL_NBYTES) * _SEAL_NBYTES
-            return Piece(read.seal_address, source.region, after, _SEAL_NBYTES)
+            after = source.offset + seal_offset(source.nbytes)
+            return Piece(read.seal_address, source.region, after, SEAL_WORD.size)
         offset, nbytes = read.pieces[index]
         return Piece(request.local_address + offset, source.region, source.offset + offset, nbytes)
 
     def _end_of(self, read: _Read, index: int, state: ReadState) -> reads.AnyEvent:
-        if index != _SEAL:
+        if index != _SEAL_PIECE:
             outcomes: dict[ReadState, reads.PieceOutcome]
             outcomes = {ReadState.DONE: "done", ReadState.FAILED: "failed", ReadState.REFUSED: "refused"}
             return reads.PieceEnded(index, outcomes[state])
         value = None
         if state is ReadState.DONE:
-            value = int.from_bytes(ctypes.string_at(read.seal_address, _SEAL_NBYTES), "little")
+            (value,) = SEAL_WORD.unpack(ctypes.string_at(read.seal_address, SEAL_WORD.size))
         self._free_seals.append(read.seal_address)
         return reads.SealRead(value)
 

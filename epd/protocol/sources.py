@@ -5,6 +5,7 @@ otherwise it may be evicted. When it is freed its seal is changed first, visibly
 any byte of it is reused. Pins are named, never counted: a repeat changes nothing.
 """
 
+import struct
 from collections.abc import Callable
 from typing import ClassVar, Final
 
@@ -14,6 +15,14 @@ from msgspec.structs import replace
 from epd.protocol.ids import Attempt, LeaseId, Part, Seal, SessionId, TransferId
 from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired, dispatch, ignored
 from epd.protocol.messages import Struct
+
+SEAL_WORD: Final = struct.Struct("<Q")
+"""A seal as it stands in memory."""
+
+
+def seal_offset(nbytes: int) -> int:
+    """Where the seal of a payload of `nbytes` stands, from the payload's start: both sides agree on it."""
+    return (nbytes + SEAL_WORD.size - 1) & -SEAL_WORD.size
 
 
 class Limits(msgspec.Struct, frozen=True):

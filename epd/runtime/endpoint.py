@@ -17,7 +17,7 @@ from typing import Any, Final, assert_never
 import msgspec
 
 from epd.protocol import session as machine
-from epd.protocol.errors import Busy, ConfigError, Draining
+from epd.protocol.errors import MAX_MESSAGE_CHARS, Busy, ConfigError, Draining
 from epd.protocol.ids import NodeId, SessionId
 from epd.protocol.machine import Ignored
 from epd.protocol.messages import ControlMessage, Goodbye, Hello, MediaMessage, Rejected, Welcome
@@ -61,7 +61,6 @@ EARLY_MESSAGES: Final = 16
 """So many messages for one peer leave at once: a busy turn of the loop and its peer's then overlap."""
 CLOSE_LINGER_S: Final = 1.0
 """A dialler that ends a session gives what it has queued this long to leave."""
-_MAX_REASON_CHARS: Final = 1000
 _FULL: Final = "the peer does not read: its queue is full"
 
 
@@ -212,13 +211,13 @@ class Endpoint:
     def close(self, session: SessionId, code: str, reason: str) -> None:
         """End a session after what was sent in it; the peer and the handler are told `code`, `reason`."""
         if session in self._sessions:
-            self._table.feed(session, CloseWanted(code, reason[:_MAX_REASON_CHARS]))
+            self._table.feed(session, CloseWanted(code, reason[:MAX_MESSAGE_CHARS]))
 
     def goodbye(self, reason: str) -> None:
         """Tell all peers that no new work is taken; new sessions are refused. Sessions go on."""
         self._draining = True
         for session in list(self._sessions):
-            self.send(session, Goodbye(reason[:_MAX_REASON_CHARS]))
+            self.send(session, Goodbye(reason[:MAX_MESSAGE_CHARS]))
 
     async def close_all(self, linger_s: float) -> None:
         """End every session in order, then every socket. Idempotent.

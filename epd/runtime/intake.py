@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import zmq
 
-from epd.protocol.errors import Malformed, SessionRejected
+from epd.protocol.errors import MAX_MESSAGE_CHARS, Malformed, SessionRejected
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import AnyMessage, Goodbye, Heartbeat, Hello, Rejected, Welcome
 from epd.protocol.session import OUTSIDE, BodyMalformed, FrameReceived, RejectedReceived
@@ -21,7 +21,6 @@ from epd.runtime.peers import Session, SessionHandler
 
 _INSIDE: Final = frozenset({Hello, Welcome, Rejected, Heartbeat})
 """Messages that no handler sees."""
-_MAX_REASON_CHARS: Final = 1000
 
 
 class Intake:
@@ -130,7 +129,7 @@ class Intake:
         if messages is None:
             return
         if len(messages) == 1 and isinstance(messages[0], Rejected):
-            code, reason = messages[0].code, messages[0].reason[:_MAX_REASON_CHARS]
+            code, reason = messages[0].code, messages[0].reason[:MAX_MESSAGE_CHARS]
             self._table.feed(session.id, RejectedReceived(code, reason))
         else:
             self._refuse(session, "a frame outside the sequence that is no Rejected")
@@ -167,7 +166,7 @@ class Intake:
 
     def _refuse(self, session: Session, reason: str) -> None:
         self.rejected["body"] += 1
-        self._table.feed(session.id, BodyMalformed(reason[:_MAX_REASON_CHARS]))
+        self._table.feed(session.id, BodyMalformed(reason[:MAX_MESSAGE_CHARS]))
 
     def _count(self, error: Malformed) -> None:
         self.rejected[error.facts["reason"]] += 1

@@ -16,7 +16,6 @@ from typing import Any
 
 import uvloop
 
-from epd.actors.staging_buffers import SEAL, seal_offset
 from epd.config import Config, load_config
 from epd.encoders.base import Encoder, MediaItem
 from epd.encoders.registry import load_encoder
@@ -25,6 +24,7 @@ from epd.forward.process import ProcessWorker
 from epd.node import EncoderNode
 from epd.observe.log import configure_logging
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
+from epd.protocol.sources import SEAL_WORD, seal_offset
 from epd.testing.hold_points import HeldWorker, HoldPoints
 from epd.testing.synthetic import PatternWorker, SyntheticEncoder
 
@@ -58,7 +58,7 @@ def reuse_early(node: EncoderNode) -> int:
     staged = node.buffers.staged()
     for extent, nbytes in staged:
         view = node.pool.view(extent)
-        SEAL.pack_into(view, seal_offset(nbytes), secrets.randbits(64) | 1)
+        SEAL_WORD.pack_into(view, seal_offset(nbytes), secrets.randbits(64) | 1)
         view[:nbytes] = b"\xee" * nbytes
     return len(staged)
 
