@@ -44,6 +44,7 @@ class _Entry(Generic[User]):
         self.sender: SessionId | None = None
         self.buffer: bytearray | None = None
         self.received_nbytes = 0
+        self.hash = hashlib.sha256()  # of what has come: all at the end would hold the loop up
         self.complete = False
 
 
@@ -128,6 +129,7 @@ class MediaStore(Generic[User]):
             )
             return
         entry.buffer[chunk.offset : end] = chunk.data
+        entry.hash.update(chunk.data)
         entry.received_nbytes = end
         if end == entry.nbytes:
             self._finish(entry)
@@ -160,7 +162,6 @@ class MediaStore(Generic[User]):
             self._queue.popleft()
             self._held_nbytes += entry.nbytes
             entry.buffer = bytearray(entry.nbytes)
-            entry.received_nbytes = 0
             entry.sender = next(iter(entry.users.values()))
             if entry.nbytes == 0:
                 self._finish(entry)
@@ -169,8 +170,7 @@ class MediaStore(Generic[User]):
                 self._tell(entry, Progress())
 
     def _finish(self, entry: _Entry[User]) -> None:
-        assert entry.buffer is not None
-        if hashlib.sha256(entry.buffer).digest() != entry.sha256:
+        if entry.hash.digest() != entry.sha256:
             self._blame(
                 entry,
                 MediaMismatch("the media are not those whose SHA-256 was announced"),
