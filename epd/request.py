@@ -132,7 +132,7 @@ class Delivery:
             self._notify("taken")
 
     def release(self, stream: object | None = None) -> None:
-        """Give the memory back; idempotent. On a GPU, after `stream`'s work so far."""
+        """Give the memory back; idempotent. `stream` is for pools on a GPU: host memory needs none."""
         if not self._released and self._notify is not None:
             self._released = True
             self.views = ()
