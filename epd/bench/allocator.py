@@ -1,4 +1,5 @@
-"""Cost of one release and one lease at a given number of live leases, beside a sorted free list.
+"""Cost of one release and one lease at a given number of live leases, beside a sorted free list:
+of the allocator of one region, and of a pool of four, as a node leases.
 
 `python -m epd.bench.allocator` prints one line per number of live leases.
 """
@@ -12,11 +13,14 @@ from typing import Final, NamedTuple, Protocol
 import click
 
 from epd.memory.allocator import ALIGNMENT_NBYTES, Allocator
+from epd.memory.pool import Extent, Pool
+from epd.protocol.ids import RegionId
 
 LIVE: Final = (100, 1_000, 10_000, 100_000)
 _STEPS: Final = 10_000
 _ROUNDS: Final = 9
 _MAX_NBYTES: Final = 128 * 1024
+_REGIONS: Final = 4
 _ROOM: Final = 2
 """The region is this many times what is leased on average."""
 
@@ -72,26 +76,62 @@ class SortedFreeList:
         del self._start_by_end[start + size]
 
 
+class _Memory(NamedTuple):
+    """A region of which nobody touches a byte."""
+
+    region: RegionId
+    nbytes: int
+    address: int = 0
+    view: memoryview = memoryview(b"")
+    fd: int | None = None
+
+
+class _PoolLeaser:
+    """A pool that leases one item at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        region_nbytes = nbytes // _REGIONS
+        self._pool = Pool([_Memory(RegionId(index), region_nbytes) for index in range(_REGIONS)])
+        self._held: dict[int, tuple[Extent, ...]] = {}
+        self._next = 0
+
+    def lease(self, nbytes: int) -> int | None:
+        extents = self._pool.take((nbytes,))
+        if extents is None:
+            return None
+        self._next += 1
+        self._held[self._next] = extents
+        return self._next
+
+    def release(self, offset: int) -> None:
+        self._pool.give(self._held.pop(offset))
+
+
 class Row(NamedTuple):
     """Microseconds of processor time for one release and one lease, least of several rounds."""
 
     live: int
     epd_us: float
+    pool_us: float
     reference_us: float
 
     @property
     def ratio(self) -> float:
-        """Our cost over the sorted list's: below 1 is better."""
+        """The allocator's cost over the sorted list's: below 1 is better."""
         return self.epd_us / self.reference_us
+
+    @property
+    def pool_ratio(self) -> float:
+        """The same of the pool."""
+        return self.pool_us / self.reference_us
 
 
 def measure(live: int) -> Row:
-    """Both allocators, in turns, on the same sequence of sizes and victims."""
+    """All three, in turns, on the same kind of sequence of sizes and victims."""
     rng = random.Random(live)
-    ours = _Churn(Allocator, live, rng.getrandbits(32))
-    reference = _Churn(SortedFreeList, live, rng.getrandbits(32))
-    costs = [(ours.round_us(), reference.round_us()) for _ in range(_ROUNDS)]
-    return Row(live, min(cost[0] for cost in costs), min(cost[1] for cost in costs))
+    churns = [_Churn(build, live, rng.getrandbits(32)) for build in (Allocator, _PoolLeaser, SortedFreeList)]
+    rounds = [[churn.round_us() for churn in churns] for _ in range(_ROUNDS)]
+    return Row(live, *(min(costs) for costs in zip(*rounds, strict=True)))
 
 
 def rows(live: Sequence[int] = LIVE) -> list[Row]:
@@ -122,8 +162,8 @@ class _Churn:
 def main() -> None:
     for row in rows():
         click.echo(
-            f"{row.live:>7} live: {row.epd_us:5.2f} us, sorted list {row.reference_us:6.2f} us,"
-            f" ratio {row.ratio:4.2f}"
+            f"{row.live:>7} live: allocator {row.epd_us:5.2f} us, pool {row.pool_us:5.2f} us, sorted list"
+            f" {row.reference_us:6.2f} us, ratios {row.ratio:4.2f} and {row.pool_ratio:4.2f}"
         )
 
 

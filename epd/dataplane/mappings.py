@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from epd.dataplane.base import Piece
+from epd.memory.available import available_memory
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import RegionId
 
@@ -66,8 +67,11 @@ class OwnRegion:
 
 
 def allocate_private(count: int, region_nbytes: int) -> list[OwnRegion]:
-    """Pre-faulted memory that nobody else can reach. Raises `DataPlaneError` with sizes."""
-    _refuse_the_impossible(count, region_nbytes)
+    """The receive pool: pre-faulted memory that nobody else can reach.
+
+    Raises `DataPlaneError` with sizes and the settings to change.
+    """
+    _refuse_what_does_not_fit("pool", count, region_nbytes)
     regions: list[OwnRegion] = []
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     try:
@@ -75,18 +79,25 @@ def allocate_private(count: int, region_nbytes: int) -> list[OwnRegion]:
             OwnRegion(RegionId(index), mmap.mmap(-1, region_nbytes, flags), None) for index in range(count)
         )
     except (OSError, ValueError) as error:
-        raise _no_memory(regions, count, region_nbytes, error) from error
+        for region in regions:
+            region.close()
+        raise _no_memory("pool", count, region_nbytes, str(error)) from error
     return regions
 
 
 def allocate_shared(count: int, region_nbytes: int) -> list[OwnRegion]:
-    """Pre-faulted memfds that can neither shrink nor grow. Raises `DataPlaneError` with sizes."""
-    _refuse_the_impossible(count, region_nbytes)
+    """The staging pool: pre-faulted memfds that can neither shrink nor grow.
+
+    Raises `DataPlaneError` with sizes and the settings to change.
+    """
+    _refuse_what_does_not_fit("staging", count, region_nbytes)
     regions: list[OwnRegion] = []
     try:
         regions.extend(_shared(RegionId(index), region_nbytes) for index in range(count))
     except (OSError, ValueError) as error:
-        raise _no_memory(regions, count, region_nbytes, error) from error
+        for region in regions:
+            region.close()
+        raise _no_memory("staging", count, region_nbytes, str(error)) from error
     return regions
 
 
@@ -104,24 +115,18 @@ def _shared(region: RegionId, nbytes: int) -> OwnRegion:
         raise
 
 
-def _refuse_the_impossible(count: int, region_nbytes: int) -> None:
+def _refuse_what_does_not_fit(setting: str, count: int, region_nbytes: int) -> None:
     """Asking the kernel for it would not fail but take all there is, until something is killed."""
-    physical_nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if region_nbytes <= 0 or count * region_nbytes > physical_nbytes:
-        raise DataPlaneError(
-            f"cannot allocate {count} regions of {region_nbytes} B: this machine has {physical_nbytes} B",
-            count=count,
-            region_nbytes=region_nbytes,
-        )
+    available = available_memory()
+    if region_nbytes <= 0 or count * region_nbytes > available.nbytes:
+        reason = f"{available.nbytes} B are available, by {available.reason}"
+        raise _no_memory(setting, count, region_nbytes, reason)
 
 
-def _no_memory(
-    regions: Iterable[OwnRegion], count: int, region_nbytes: int, error: Exception
-) -> DataPlaneError:
-    for region in regions:
-        region.close()
+def _no_memory(setting: str, count: int, region_nbytes: int, reason: str) -> DataPlaneError:
     return DataPlaneError(
-        f"cannot allocate {count} regions of {region_nbytes} B: {error}",
+        f"{count} regions of {region_nbytes} B ({count * region_nbytes} B in all) do not fit: {reason};"
+        f" lower {setting}.regions or {setting}.region_nbytes",
         count=count,
         region_nbytes=region_nbytes,
     )

@@ -51,6 +51,9 @@ class Pool:
         """One extent for each of `sizes` (bytes), in their order; None, and nothing taken, if one
         finds no room. An item of zero bytes takes nothing.
         """
+        if len(sizes) == 1:
+            only = self._take_one(sizes[0])
+            return None if only is None else (only,)
         if sum(map(_aligned, sizes)) > self.free_nbytes:
             return None
         extents: dict[int, Extent] = {}
@@ -87,11 +90,14 @@ class Pool:
         return self._regions[extent.region].view[extent.offset : extent.offset + extent.nbytes]
 
     def counts(self) -> dict[str, int]:
-        """What is held now; all but `total_nbytes` and `free_nbytes` are zero when nothing is."""
+        """What is held now: `extents` and `used_nbytes` are zero when nothing is, and
+        `largest_free_nbytes` is one region. The free memory is as fragmented as its largest piece is
+        smaller than a region and than what is free."""
         return {
             "extents": sum(allocator.live for allocator in self._allocators),
             "used_nbytes": self.total_nbytes - self.free_nbytes,
             "free_nbytes": self.free_nbytes,
+            "largest_free_nbytes": self.largest_free_nbytes,
             "total_nbytes": self.total_nbytes,
         }
 
