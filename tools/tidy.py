@@ -49,7 +49,7 @@ class Ban(NamedTuple):
 _TASK = "a task whose result nobody holds loses its failure; start it in the supervisor's TaskGroup"
 _SLEEP = "a test waits for an event or moves the virtual clock; sleeping is slow, and too short one day"
 _PICKLE = "whoever can send one runs code here; use the structs of epd.protocol.messages"
-_PICKLE_HOME = ("epd/protocol/safe_pickle.py",)
+_PICKLE_HOME = ("epd/protocol/safe_pickle",)
 _WALL_CLOCK = "the wall clock jumps; use a Clock of epd.runtime.clock, and its unix_s for what people read"
 _CLOCK_HOME = ("epd/runtime/clock.py",)
 
@@ -197,7 +197,7 @@ def impure_imports(path: str, nodes: Nodes) -> Found:
     """What `epd/protocol` may not import."""
     if not _below(path, (PURE,)):
         return
-    tensors = {"torch", "numpy"} if path in _PICKLE_HOME else set()
+    tensors = {"torch", "numpy", "io"} if _below(path, _PICKLE_HOME) else set()
     for line, module, _ in _imports(nodes):
         top = module.partition(".")[0]
         standard = top in sys.stdlib_module_names and top not in IMPURE
