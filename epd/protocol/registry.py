@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from epd.protocol import encoder, jobs, prefill, reads, session, slots, sources
+from epd.protocol import encoder, group, jobs, prefill, rank, reads, session, slots, sources
 from epd.protocol.machine import Effect, Event, Step
 
 
@@ -57,8 +57,10 @@ class MachineSpec:
 
 MACHINES: Final[Mapping[str, MachineSpec]] = {
     "encoder": MachineSpec(encoder),
+    "group": MachineSpec(group),
     "jobs": MachineSpec(jobs),
     "prefill": MachineSpec(prefill),
+    "rank": MachineSpec(rank),
     "reads": MachineSpec(reads),
     "session": MachineSpec(session),
     "slots": MachineSpec(slots),
