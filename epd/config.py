@@ -7,6 +7,7 @@ A setting comes from a TOML file or from overrides (the command line's), under o
 import difflib
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, inspect
 
+from epd.encoders.media import MAX_PIXELS, MAX_PIXELS_EVER, PictureRules
 from epd.protocol.errors import ConfigError
 from epd.protocol.wire import MAX_ITEMS_PER_PART
 from epd.runtime.addresses import is_numeric, parse_address
@@ -72,6 +74,19 @@ class WorkerConfig(_Table, frozen=True, kw_only=True):
     """Items of one forward, at most. Rows differ bitwise between batch sizes."""
 
 
+class PicturesConfig(_Table, frozen=True, kw_only=True):
+    """How an encoder reads pictures."""
+
+    max_pixels: Annotated[int, Meta(ge=1, le=MAX_PIXELS_EVER)] = MAX_PIXELS
+    """Of one picture, checked on its header."""
+    background: str = "#ffffff"
+    """Under what is transparent, as #RRGGBB; equal on all encoders."""
+
+    def rules(self) -> PictureRules:
+        red, green, blue = bytes.fromhex(self.background[1:])
+        return PictureRules(max_pixels=self.max_pixels, background=(red, green, blue))
+
+
 class Limits(_Table, frozen=True, kw_only=True):
     media_nbytes: Annotated[int, Meta(ge=1, le=2**40)] = 256 * MIB
     """Media bytes a node holds at once, received or asked for."""
@@ -117,6 +132,7 @@ class Config(_Table, frozen=True, kw_only=True):
     """Where an encoder node keeps results until they are read."""
     timeouts: Timeouts = Timeouts()
     worker: WorkerConfig = WorkerConfig()
+    pictures: PicturesConfig = PicturesConfig()
     limits: Limits = Limits()
 
     def worker_threads(self) -> int:
@@ -301,6 +317,11 @@ def _runs_on_a_known_device(config: Config) -> None:
     raise _wrong("device", repr(device), "'auto', 'cpu' or 'cuda:N'")
 
 
+def _has_a_background(config: Config) -> None:
+    if not re.fullmatch("#[0-9a-fA-F]{6}", config.pictures.background):
+        raise _wrong("pictures.background", repr(config.pictures.background), "a colour as #RRGGBB")
+
+
 def _has_names_that_can_be_shown(config: Config) -> None:
     for key, text in (("node", config.node), ("trace", config.trace)):
         if text is not None and (not text or not text.isprintable()):
@@ -328,6 +349,7 @@ _RULES: Final[tuple[Callable[[Config], None], ...]] = (
     _listens_on_loopback,
     _dials_whom_its_role_needs,
     _runs_on_a_known_device,
+    _has_a_background,
     _has_names_that_can_be_shown,
     _suspects_before_it_buries,
     _holds_media_of_its_largest_item,

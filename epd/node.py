@@ -6,6 +6,7 @@ context builds it, leaving it ends it, on every path.
 
 import asyncio
 import contextlib
+import hashlib
 import platform
 import secrets
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ import structlog
 from epd.actors import clients, dedup, encode, prefill, transfer
 from epd.actors.receive_buffers import ReceiveBuffers
 from epd.actors.staging_buffers import StagingBuffers
-from epd.config import Config
+from epd.config import Config, PicturesConfig
 from epd.dataplane.base import DataPlane
 from epd.dataplane.poller import ReadPoller, Tap
 from epd.dataplane.select import open_plane
@@ -438,7 +439,7 @@ class EncoderNode(Node):
         super().__init__(config, open_plane_with=open_plane_with)
         self.encoder = encoder or load_encoder(config.model)
         self.worker = worker or ProcessWorker(
-            config.model, config.worker_threads(), config.worker.batch_items
+            config.model, config.worker_threads(), config.worker.batch_items, config.pictures.rules()
         )
 
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
@@ -463,7 +464,9 @@ class EncoderNode(Node):
             self.endpoint,
             self.encoder,
             self.worker,
-            encode.ItemLimits(config.limits.max_item_media_nbytes, memory.region_nbytes),
+            encode.ItemLimits(
+                config.limits.max_item_media_nbytes, memory.region_nbytes, config.pictures.max_pixels
+            ),
             batch_items=config.worker.batch_items,
             digest=config.verify == "checksum",
         )
@@ -490,7 +493,12 @@ class EncoderNode(Node):
 
     @property
     def fingerprint(self) -> str:
-        return self.encoder.fingerprint
+        """The encoder's; another background makes another one, as it is in the embeddings."""
+        pictures = self.config.pictures
+        if pictures.background == PicturesConfig().background:
+            return self.encoder.fingerprint
+        facts = f"{self.encoder.fingerprint} over {pictures.background.lower()}"
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     def _region_nbytes(self) -> int:
         return self.config.staging.region_nbytes

@@ -2,15 +2,15 @@
 
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
 
-from epd.encoders.media import probe_image
+from epd.encoders.media import DEFAULT_RULES, PictureRules, probe_image
 from epd.protocol.errors import EpdError, MediaInvalid
 from epd.protocol.messages import AuxTensor, EmbeddingSpec, Item, Probe, WantedDType
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 _log = structlog.get_logger()
+
+MAX_FILE_NBYTES: Final = 64 * 1024 * 1024
+"""Of one file, unless the caller says another; what a node takes by default of one item."""
 
 
 class ImageItem(msgspec.Struct, frozen=True, eq=False):
@@ -29,26 +32,51 @@ class ImageItem(msgspec.Struct, frozen=True, eq=False):
     sha256: bytes
 
     @classmethod
-    def from_bytes(cls, media: bytes, name: str = "image") -> "ImageItem":
+    def from_bytes(
+        cls, media: bytes, name: str = "image", rules: PictureRules = DEFAULT_RULES
+    ) -> "ImageItem":
         """Probe and hash encoded media. Raises `MediaInvalid` naming the item."""
-        return cls(name, media, probe_image(media, name), hashlib.sha256(media).digest())
+        return cls(name, media, probe_image(media, name, rules), hashlib.sha256(media).digest())
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> "ImageItem":
-        """Read, probe and hash a file. Raises `MediaInvalid` naming the path and the reason."""
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        rules: PictureRules = DEFAULT_RULES,
+        max_nbytes: int = MAX_FILE_NBYTES,
+    ) -> "ImageItem":
+        """Read, probe and hash a regular file of at most `max_nbytes`.
+
+        Raises `MediaInvalid` naming the path and the reason. Never waits for a FIFO or a device.
+        """
         name = os.fspath(path)
-        file = Path(path)
         try:
-            if not file.is_file():
-                raise MediaInvalid(f"{name}: not a regular file", item_name=name)
-            media = file.read_bytes()
+            media = _read_regular_file(path, name, max_nbytes)
         except OSError as error:
             raise MediaInvalid(f"{name}: {error.strerror or error}", item_name=name) from None
-        return cls.from_bytes(media, name)
+        except ValueError as error:  # a NUL in it, say
+            raise MediaInvalid(f"{name!r}: {error}", item_name=name) from None
+        return cls.from_bytes(media, name, rules)
 
     def described(self) -> Item:
         """The item as it travels."""
         return Item(self.probe, self.sha256, len(self.media))
+
+
+def _read_regular_file(path: str | os.PathLike[str], name: str, max_nbytes: int) -> bytes:
+    # Looked at before it is opened: opening a device can already do something.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise MediaInvalid(f"{name}: not a regular file", item_name=name)
+    with open(path, "rb", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise MediaInvalid(f"{name}: not a regular file", item_name=name)
+        # Also after its size: it may grow, or say nothing, as the kernel's own files do.
+        media = file.read(max_nbytes + 1) if status.st_size <= max_nbytes else b""
+    if status.st_size > max_nbytes or len(media) > max_nbytes:
+        nbytes = max(status.st_size, len(media))
+        raise MediaInvalid(f"{name}: {nbytes} B, at most {max_nbytes} are read", item_name=name)
+    return media
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, eq=False):

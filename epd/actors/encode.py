@@ -110,6 +110,7 @@ class ItemLimits(NamedTuple):
 
     media_nbytes: int
     region_nbytes: int
+    pixels: int
 
 
 class EncodeActor(Actor[Mail]):
@@ -238,6 +239,11 @@ class EncodeActor(Actor[Mail]):
         dtype: DType = self._encoder.default_dtype if request.dtype == "model" else request.dtype
         if len(item.sha256) != 32 or item.media_nbytes < 0:
             raise MediaInvalid("the item has no SHA-256 of 32 bytes, or a negative size")
+        probe, most = item.probe, self._item_limits.pixels
+        if probe.kind == "image" and probe.width * probe.height > most:
+            raise MediaInvalid(
+                f"{probe.width}x{probe.height} is {probe.width * probe.height} pixels, the limit is {most}"
+            )
         if item.media_nbytes > self._item_limits.media_nbytes:
             raise RequestTooLarge(
                 f"media of {item.media_nbytes} B, an item may have {self._item_limits.media_nbytes} B"

@@ -6,6 +6,7 @@ and `forward` run in the forward worker. An encoder is constructed in both; `loa
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from epd.encoders.media import DEFAULT_RULES, PictureRules
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ class MediaItem(NamedTuple):
     probe: Probe
     media: memoryview
     dtype: DType
+    rules: PictureRules = DEFAULT_RULES
+    """Of the node's configuration: for `open_image`."""
 
 
 class Encoder(Protocol):

@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from epd.encoders.base import MediaItem
-from epd.encoders.media import MAX_PIXELS, open_image
+from epd.encoders.media import open_image
 from epd.protocol.errors import ConfigError, MediaInvalid, MediaMismatch, UnsupportedItem
 from epd.protocol.messages import AuxTensor, DType, EmbeddingSpec, Probe
 
@@ -85,8 +85,6 @@ class Qwen2VLEncoder:
             raise UnsupportedItem(f"{self.name} takes images, this is of kind {probe.kind}")
         if probe.width < 1 or probe.height < 1:
             raise MediaInvalid(f"a picture of {probe.width}x{probe.height} pixels")
-        if probe.width * probe.height > MAX_PIXELS:
-            raise MediaInvalid(f"{probe.width}x{probe.height} pixels, the limit is {MAX_PIXELS} pixels")
         wide, high = smart_resize(probe.width, probe.height)
         grid = struct.pack("<3q", 1, high // PATCH, wide // PATCH)
         rows = wide * high // FACTOR**2
@@ -110,7 +108,7 @@ class Qwen2VLEncoder:
 
     def preprocess(self, item: MediaItem) -> Pixels:
         """See `Encoder.preprocess`."""
-        image = open_image(item.media)
+        image = open_image(item.media, rules=item.rules)
         probe = item.probe
         if image.size != (probe.width, probe.height):
             raise MediaMismatch(f"{probe.width}x{probe.height} announced, the picture is {image.size}")

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from epd.encoders.media import PictureRules
 from epd.protocol.messages import DType, EmbeddingSpec, ErrorValue, Message, Probe, Struct
 
 MESSAGE_NBYTES: Final = 128 * 1024
@@ -45,6 +46,7 @@ class Start(Message):
     num_threads: int
     batch_items: int
     regions: tuple[RegionFd, ...]
+    pictures: PictureRules
 
 
 class Batch(Message):

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from epd.encoders.media import DEFAULT_RULES, PictureRules
 from epd.forward import messages as m
 from epd.forward.base import ForwardItem, ForwardWorker, ItemResult, WorkerEvents
 from epd.memory.region import Region
@@ -51,12 +52,19 @@ class ProcessWorker:
     items one forward takes: 1 keeps rows bit-equal to those of an item encoded alone.
     """
 
-    def __init__(self, encoder_spec: str, num_threads: int, batch_items: int = 1) -> None:
+    def __init__(
+        self,
+        encoder_spec: str,
+        num_threads: int,
+        batch_items: int = 1,
+        pictures: PictureRules = DEFAULT_RULES,
+    ) -> None:
         if num_threads < 1 or batch_items < 1:
             raise ConfigError(f"num_threads {num_threads}, batch_items {batch_items}: at least 1 is needed")
         self._encoder_spec = encoder_spec
         self._num_threads = num_threads
         self._batch_items = batch_items
+        self._pictures = pictures
         self._regions: tuple[m.RegionFd, ...] = ()
         self._events: WorkerEvents
         self._loop: asyncio.AbstractEventLoop
@@ -147,7 +155,9 @@ class ProcessWorker:
             self._end(f"cannot be started: {error}")
             return
         running = self._running
-        start = m.Start(self._encoder_spec, self._num_threads, self._batch_items, self._regions)
+        start = m.Start(
+            self._encoder_spec, self._num_threads, self._batch_items, self._regions, self._pictures
+        )
         with contextlib.suppress(ConnectionError):  # dead already: its pidfd says so
             running.channel.send(m.encode(start))
         self._loop.add_reader(running.channel.fileno(), self._read)

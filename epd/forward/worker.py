@@ -15,11 +15,13 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from epd.encoders.base import Encoder, MediaItem
+from epd.encoders.media import DEFAULT_RULES, PictureRules
 from epd.encoders.registry import load_encoder
 from epd.forward import messages as m
 from epd.protocol.errors import EpdError, ForwardFailed, MediaMismatch
@@ -36,6 +38,8 @@ def main(socket_fd: int, node_pidfd: int) -> int:
     # Signals to the whole process group are for the node: it drains, then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Of pictures' sizes, which have a limit of ours, and of odd metadata: nobody reads them here.
+    warnings.filterwarnings("ignore", module="PIL")
     for fd in (socket_fd, node_pidfd):
         os.set_inheritable(fd, False)
     threading.Thread(target=_die_with, args=(node_pidfd,), name="epd-node-watch", daemon=True).start()
@@ -69,7 +73,7 @@ def _serve(channel: socket.socket) -> None:
     except Exception as error:
         channel.send(m.encode(m.LoadFailed(_describe(error))))
         raise
-    runner = BatchRunner(encoder, regions, message.batch_items)
+    runner = BatchRunner(encoder, regions, message.batch_items, message.pictures)
     channel.send(m.encode(m.Ready()))
     while (received := _receive(channel)) is not None:
         batch, media_fd = received
@@ -112,10 +116,17 @@ def _set_threads(num_threads: int) -> None:
 class BatchRunner:
     """Encodes batches into mapped regions; an item that fails, fails alone."""
 
-    def __init__(self, encoder: Encoder, regions: dict[int, memoryview], batch_items: int) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        regions: dict[int, memoryview],
+        batch_items: int,
+        pictures: PictureRules = DEFAULT_RULES,
+    ) -> None:
         self._encoder = encoder
         self._regions = regions
         self._batch_items = batch_items
+        self._pictures = pictures
 
     def run(self, batch: m.Batch, media_fd: int) -> tuple[m.ItemAnswer, ...]:
         """One answer per item, in order. Closes `media_fd`."""
@@ -134,7 +145,8 @@ class BatchRunner:
         for number, task in enumerate(group):
             try:
                 view = media[task.media_offset : task.media_offset + task.media_nbytes]
-                prepared[number] = self._encoder.preprocess(MediaItem(task.probe, view, task.dtype))
+                item = MediaItem(task.probe, view, task.dtype, self._pictures)
+                prepared[number] = self._encoder.preprocess(item)
             except Exception as error:
                 answers[number] = _failed(error)
         for number, outcome in zip(prepared, self._forward(list(prepared.values())), strict=True):
