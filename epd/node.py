@@ -319,6 +319,7 @@ class PrefillNode(Node):
                 timeouts.consume_warning_s,
                 config.limits.max_attempts,
             ),
+            self.incarnation,
             max_open_requests=config.limits.max_open_requests,
         )
         self.buffers.to_prefill = self.transfer.to_prefill = self.prefill.mailbox

@@ -6,10 +6,13 @@ from typing import NamedTuple
 import structlog
 
 from epd.actors.encoders import Encoder, Encoders
+from epd.actors.group import RankGroup, Shown
 from epd.actors.outgoing import OfferedMedia
 from epd.actors.receive_buffers import (
     ItemRead,
     LeaseDone,
+    LeaseFree,
+    LeaseLetGo,
     ReadAsked,
     RoomAnswer,
     RoomUnwanted,
@@ -21,13 +24,13 @@ from epd.observe.log import log_transfer_ended
 from epd.protocol import prefill as machine
 from epd.protocol import prefill_types as t
 from epd.protocol.errors import Busy, Draining, EpdError, MediaInvalid, error_from_value
-from epd.protocol.ids import Part, SessionId, TransferId
+from epd.protocol.group import Deliver
+from epd.protocol.ids import Incarnation, LeaseId, Part, SessionId, TransferId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import (
     BufferGrant,
     Cancel,
     EmbeddingMetadata,
-    EmbeddingSpec,
     EncodeRequest,
     ErrorValue,
     Failed,
@@ -64,6 +67,7 @@ class CancelRequest(NamedTuple):
 class DeliveryNews(NamedTuple):
     """The consumer `taken` or `released` its delivery."""
 
+    lease: LeaseId
     transfer: TransferId
     news: str
 
@@ -110,6 +114,7 @@ Mail = (
     | Drain
     | RoomAnswer
     | ItemRead
+    | LeaseLetGo
     | PeerAnswer
 )
 
@@ -149,6 +154,7 @@ class PrefillActor(Actor[Mail]):
         endpoint: Endpoint,
         pool: Pool,
         limits: machine.Limits,
+        incarnation: Incarnation,
         *,
         max_open_requests: int,
     ) -> None:
@@ -158,7 +164,15 @@ class PrefillActor(Actor[Mail]):
         self._pool = pool
         self._max_open = max_open_requests
         self._transfers: MachineTable = runtime.machines("prefill", machine, limits, self._perform)
+        self._group = RankGroup(
+            runtime,
+            incarnation,
+            order=self._order,
+            tell=self._feed,
+            show=self._show,
+        )
         self._open: dict[TransferId, _Request] = {}
+        self._unshown: dict[TransferId, _Request] = {}  # the log has not shown their end yet
         self._by_id: dict[str, TransferId] = {}
         self.encoders = Encoders()
         self._media = OfferedMedia(endpoint)
@@ -167,7 +181,7 @@ class PrefillActor(Actor[Mail]):
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
         self._when_idle: Callable[[], None] | None = None
-        self.to_buffers: Ref[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone]
+        self.to_buffers: Ref[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone | LeaseFree]
         self.to_transfer: Ref[PeerAnnounced | PeerGone]
 
     # -- mail --------------------------------------------------------------------------------
@@ -177,7 +191,9 @@ class PrefillActor(Actor[Mail]):
             case FromEncoder():
                 self._from_encoder(message.session, message.message)
             case ItemRead():
-                self._feed(message.transfer, message.event)
+                self._group.item_read(message)
+            case LeaseLetGo():
+                self._group.let_go(message.lease)
             case RoomAnswer():
                 self._take_room(message)
             case SubmitRequest():
@@ -262,7 +278,7 @@ class PrefillActor(Actor[Mail]):
             return
         transfer = TransferId(self._next_transfer)
         self._next_transfer += 1
-        self._open[transfer] = _Request(transfer, message, now_s)
+        self._open[transfer] = self._unshown[transfer] = _Request(transfer, message, now_s)
         self._by_id[request.request_id] = transfer
         items = tuple(item.described() for item in request.items)
         self._media.offer(transfer, request.items)
@@ -281,11 +297,12 @@ class PrefillActor(Actor[Mail]):
         open_request = self._open.get(answer.transfer)
         if open_request is not None:
             open_request.extents = answer.extents
+        self._group.take(answer.lease, answer.transfer)
         self._feed(answer.transfer, t.RoomLeased(answer.lease))
 
     def _hear_consumer(self, message: DeliveryNews) -> None:
         if message.news == "released":
-            self._feed(message.transfer, t.Released())
+            self._group.released(message.lease)
             return
         self._feed(message.transfer, t.Taken())  # has no effects, so `_perform` is not called
         open_request = self._open.get(message.transfer)
@@ -294,6 +311,9 @@ class PrefillActor(Actor[Mail]):
 
     def _feed(self, transfer: TransferId, event: Event) -> None:
         self._transfers.feed(transfer, event)
+
+    def _order(self, order: ReadAsked | LeaseDone | LeaseFree) -> None:
+        self.to_buffers.tell(order)
 
     def _note_state(self, open_request: _Request) -> None:
         state = self._transfers.state(open_request.transfer)
@@ -311,7 +331,7 @@ class PrefillActor(Actor[Mail]):
         if open_request is None:  # ended: only a stray lease is left to give back
             for effect in effects:
                 if isinstance(effect, t.ReturnLease):
-                    self.to_buffers.tell(LeaseDone(effect.lease))
+                    self._group.give_back(effect.lease)
             return
         self._note_state(open_request)
         for effect in effects:
@@ -321,20 +341,21 @@ class PrefillActor(Actor[Mail]):
                 case t.StartRead():
                     if effect.digest is not None:
                         open_request.verified.add(effect.item)
-                    self.to_buffers.tell(ReadAsked(transfer, effect))
+                    self._group.read(effect)
                 case t.AskRoom():
                     self.to_buffers.tell(RoomWanted(transfer, effect.sizes_nbytes))
                 case t.WithdrawRoom():
                     self.to_buffers.tell(RoomUnwanted(transfer))
                 case t.ReturnLease():
-                    self.to_buffers.tell(LeaseDone(effect.lease))
+                    self._group.give_back(effect.lease)
                 case t.ChooseEncoder():
                     session = choose_encoder(effect.items, self.encoders.loads(), effect.avoid)
                     self._feed(transfer, t.EncoderChosen(effect.part, session))
                 case t.Deliver():
-                    self._deliver(open_request, effect.specs)
+                    self._media.withdraw(transfer, open_request.request.items)
+                    self._group.deliver(effect.lease, effect.specs)
                 case t.FailRequest():
-                    self._fail(open_request, effect.error)
+                    self._group.end(transfer, effect.error)
                 case t.WarnUnconsumed():
                     _log.warning("delivery not consumed", request=open_request.request.request_id)
         if isinstance(self._transfers.state(transfer), t.New):
@@ -392,21 +413,26 @@ class PrefillActor(Actor[Mail]):
             session, items = attempt
             self.encoders.add_items(session, -items)
 
-    def _deliver(self, open_request: _Request, specs: tuple[EmbeddingSpec, ...]) -> None:
-        transfer = open_request.transfer
-        self._media.withdraw(transfer, open_request.request.items)
+    def _show(self, entry: Shown) -> None:
+        open_request = self._unshown.pop(entry.transfer)
+        if isinstance(entry, Deliver):
+            self._deliver(open_request, entry)
+        else:
+            self._fail(open_request, entry.error)
+
+    def _deliver(self, open_request: _Request, entry: Deliver) -> None:
         views = tuple(
             self._pool.view(extent)[: spec.nbytes]
-            for extent, spec in zip(open_request.extents, specs, strict=True)
+            for extent, spec in zip(open_request.extents, entry.specs, strict=True)
         )
         delivery = Delivery(
             open_request.request.request_id,
-            specs,
+            entry.specs,
             views,
             None,
             open_request.phases_s,
-            tuple(item in open_request.verified for item in range(len(specs))),
-            lambda news: self.mailbox.tell(DeliveryNews(transfer, news)),
+            tuple(item in open_request.verified for item in range(len(entry.specs))),
+            lambda news: self.mailbox.tell(DeliveryNews(entry.lease, entry.transfer, news)),
         )
         open_request.sink(delivery)
 
@@ -467,6 +493,7 @@ class PrefillActor(Actor[Mail]):
         return (
             {
                 "requests": len(self._open),
+                "unshown": len(self._unshown),
             }
             | self.encoders.counts()
             | self._media.counts()

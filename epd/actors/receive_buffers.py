@@ -7,10 +7,11 @@ from epd.memory.pool import Extent, Pool
 from epd.memory.waiters import Waiters
 from epd.protocol import slots
 from epd.protocol.errors import RequestTooLarge
+from epd.protocol.group import Read
 from epd.protocol.ids import LeaseId, ReadId, TransferId
 from epd.protocol.machine import Effect
 from epd.protocol.messages import ErrorValue
-from epd.protocol.prefill_types import ReadEnded, StartRead
+from epd.protocol.prefill_types import ReadEnded
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
 from epd.runtime.mailbox import Mailbox, Ref
@@ -27,11 +28,18 @@ class RoomUnwanted(NamedTuple):
 
 
 class ReadAsked(NamedTuple):
-    transfer: TransferId
-    read: StartRead
+    read: Read
 
 
 class LeaseDone(NamedTuple):
+    """No more reads are wanted; answered by `LeaseLetGo` when none runs any more."""
+
+    lease: LeaseId
+
+
+class LeaseFree(NamedTuple):
+    """No rank of the group touches it any more: back to the pool."""
+
     lease: LeaseId
 
 
@@ -52,10 +60,16 @@ class RoomAnswer(NamedTuple):
 
 
 class ItemRead(NamedTuple):
-    """To the PrefillActor: one item's read has ended."""
+    """To the PrefillActor: one item's read has ended on this rank."""
 
-    transfer: TransferId
+    lease: LeaseId
     event: ReadEnded
+
+
+class LeaseLetGo(NamedTuple):
+    """To the PrefillActor: our engine does not touch this lease any more."""
+
+    lease: LeaseId
 
 
 class ReadOrder(NamedTuple):
@@ -72,12 +86,7 @@ class AbortOrder(NamedTuple):
     read: ReadId
 
 
-Mail = RoomWanted | RoomUnwanted | ReadAsked | LeaseDone | ReadNews
-
-
-class _Lease(NamedTuple):
-    transfer: TransferId
-    extents: tuple[Extent, ...]
+Mail = RoomWanted | RoomUnwanted | ReadAsked | LeaseDone | LeaseFree | ReadNews
 
 
 class ReceiveBuffers(Actor[Mail]):
@@ -88,11 +97,11 @@ class ReceiveBuffers(Actor[Mail]):
         self._pool = pool
         self._waiters: Waiters[TransferId] = Waiters(ageing_s=1.0)
         self._clock = runtime.clock
-        self._leases: dict[LeaseId, _Lease] = {}
+        self._leases: dict[LeaseId, tuple[Extent, ...]] = {}
         self._slots: MachineTable = runtime.machines("slots", slots, limits, self._perform)
         self._next_lease = 1
         self._next_read = 1
-        self.to_prefill: Ref[RoomAnswer | ItemRead]
+        self.to_prefill: Ref[RoomAnswer | ItemRead | LeaseLetGo]
         self.to_transfer: Ref[ReadOrder | AbortOrder]
 
     def handle(self, message: Mail) -> None:
@@ -105,6 +114,9 @@ class ReceiveBuffers(Actor[Mail]):
                 self._slots.feed(message.lease, message.event)
             case LeaseDone():
                 self._slots.feed(message.lease, slots.LeaseReturned())
+            case LeaseFree():
+                self._pool.give(self._leases.pop(message.lease))
+                self._admit()
             case RoomUnwanted():
                 if self._waiters.withdraw(message.transfer):
                     self._admit()
@@ -121,7 +133,7 @@ class ReceiveBuffers(Actor[Mail]):
         for transfer, extents in self._waiters.admit(self._pool, self._clock.now_s()):
             lease = LeaseId(self._next_lease)
             self._next_lease += 1
-            self._leases[lease] = _Lease(transfer, extents)
+            self._leases[lease] = extents
             self._slots.feed(lease, slots.LeaseTaken(lease))
             self.to_prefill.tell(RoomAnswer(transfer, lease, extents))
 
@@ -145,17 +157,16 @@ class ReceiveBuffers(Actor[Mail]):
         for effect in effects:
             match effect:
                 case slots.PostRead():
-                    extent = self._leases[lease].extents[effect.wanted.item]
+                    extent = self._leases[lease][effect.wanted.item]
                     address = self._pool.address(extent)
                     self.to_transfer.tell(ReadOrder(lease, effect.wanted, address))
                 case slots.TellReadEnded():
                     ended = ReadEnded(effect.part, effect.attempt, effect.item, effect.error)
-                    self.to_prefill.tell(ItemRead(self._leases[lease].transfer, ended))
+                    self.to_prefill.tell(ItemRead(lease, ended))
                 case slots.AbortRead():
                     self.to_transfer.tell(AbortOrder(effect.read))
                 case slots.FreeExtents():
-                    self._pool.give(self._leases.pop(lease).extents)
-                    self._admit()
+                    self.to_prefill.tell(LeaseLetGo(lease))
 
     def counts(self) -> dict[str, int]:
         quarantined = sum(isinstance(self._slots.state(lease), slots.Quarantined) for lease in self._leases)

@@ -132,7 +132,7 @@ class TellReadEnded(Effect):
 
 
 class FreeExtents(Effect):
-    """Nothing of ours touches the memory any more: back to the pool."""
+    """Our engine does not touch the memory any more: back to the pool, once no rank does (`group.py`)."""
 
     lease: LeaseId
 

@@ -67,7 +67,7 @@ def test_both_traces_hold_steps_of_every_machine_of_their_role(traces: list[Path
         with path.open("rb") as file:
             kinds.append({record.kind for record in TraceReader(file.read) if isinstance(record, StepRecord)})
     assert kinds[0] == {"session", "encoder", "jobs", "sources"}
-    assert kinds[1] == {"session", "prefill", "slots", "reads"}
+    assert kinds[1] == {"session", "prefill", "group", "rank", "slots", "reads"}
 
 
 @pytest.mark.parametrize(
