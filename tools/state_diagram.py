@@ -3,6 +3,8 @@
     state_diagram.py            rewrite the page's blocks
     state_diagram.py --check    exit 1 if a block is not what the tables say
 
+Every (state, event) cell of a table is drawn: handled, or why not (`epd.protocol.unhandled`).
+
 A block stands between `<!-- states: MACHINE -->` and `<!-- end -->`, MACHINE being a module of
 `epd.protocol`. What may follow is read from the handlers' code, over all branches: no edge is missing,
 and one may be drawn that a condition rules out. `?` stands where the code does not tell.
@@ -18,10 +20,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from string import ascii_lowercase
 from types import FunctionType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import epd.protocol
+from epd.protocol.unhandled import UNHANDLED, Cells
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 UNKNOWN: Final = "?"
@@ -170,6 +174,16 @@ def rows(module: ModuleType, table: Table) -> list[Row]:
     return found
 
 
+def cells(module: ModuleType, name: str) -> tuple[list[type], list[type]]:
+    """All states and all events of a table, of the machine or of its parts."""
+    kind = name.removesuffix("TRANSITIONS").rstrip("_").capitalize() or "Any"
+    return list(get_args(getattr(module, f"{kind}State"))), list(get_args(getattr(module, f"{kind}Event")))
+
+
+def unhandled(module: ModuleType, name: str) -> Cells:
+    return UNHANDLED.get((module.__name__.rpartition(".")[2], name), {})
+
+
 # -- drawing ---------------------------------------------------------------------------------
 
 
@@ -200,7 +214,25 @@ def _draw_table(module: ModuleType, name: str, table: Table) -> str:
     lines += [
         f"| {row.state} | {row.event} | `{row.handler}` | {', '.join(row.following)} |" for row in found
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_draw_cells(module, name, table)]) + "\n"
+
+
+def _draw_cells(module: ModuleType, name: str, table: Table) -> list[str]:
+    """A matrix: `x` is handled, a letter is a reason below. Raises `ValueError` for what is in neither."""
+    states, events = cells(module, name)
+    reasons = unhandled(module, name)
+    letters = dict(zip(dict.fromkeys(reasons.values()), ascii_lowercase, strict=False))
+    lines = [f"| event | {' | '.join(state.__name__ for state in states)} |", f"|---|{':-:|' * len(states)}"]
+    for event in events:
+        marks = []
+        for cell in ((state, event) for state in states):
+            if (cell in table) == (cell in reasons):
+                where = f"{module.__name__}.{name}: ({cell[0].__name__}, {event.__name__})"
+                raise ValueError(f"{where} must be handled, or unhandled with a reason, and not both")
+            marks.append("x" if cell in table else letters[reasons[cell]])
+        lines.append(f"| {event.__name__} | {' | '.join(marks)} |")
+    told = [f"{letter}: {reason.kind}, {reason.why}." for reason, letter in letters.items()]
+    return [*lines, "", "\\\n".join(["x: handled.", *told])]
 
 
 def redraw(page: str, drawn: Mapping[str, str]) -> str:

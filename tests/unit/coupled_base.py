@@ -9,6 +9,8 @@ from machines import spec
 from epd.protocol.ids import SessionId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import EmbeddingSpec, Item, Probe
+from epd.protocol.registry import MACHINES
+from epd.protocol.unhandled import UNHANDLED
 from epd.runtime.machines import Machine
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Table:
         self, world: "World", machine: Machine, limits: Any, perform: Callable[[Any, Effect], None]
     ) -> None:
         self._world, self._machine, self._limits, self._perform = world, machine, limits, perform
+        kind = next(kind for kind, spec in MACHINES.items() if spec.module is machine)
+        self._unhandled = UNHANDLED[kind, "TRANSITIONS"]
         self.states: dict[Any, Any] = {}
         self._waiting: deque[tuple[Hashable, Event]] = deque()
         self._busy = False
@@ -68,7 +72,10 @@ class Table:
         self._busy = True
         while self._waiting:
             key, event = self._waiting.popleft()
-            step = self._machine.step(self.state(key), event, self._world.now_s, self._limits)
+            state = self.state(key)
+            reason = self._unhandled.get((type(state), type(event)))
+            assert reason is None or reason.kind == "ignored", f"{state!r}, {event!r}: {reason}"
+            step = self._machine.step(state, event, self._world.now_s, self._limits)
             hash(step.state)
             self.states.pop(key, None)
             if not step.state.final and step.state != self._machine.INITIAL:

@@ -9,6 +9,8 @@ import state_diagram
 from msgspec.structs import replace
 
 from epd.protocol.machine import Event, State, Step
+from epd.protocol.unhandled import UNHANDLED as REAL
+from epd.protocol.unhandled import Reason
 
 
 class Shut(State):
@@ -78,6 +80,11 @@ def _open_part(state: Any, part: Shut, event: Pushed, now_s: float, limits: Any)
     return Outcome(Ajar() if state else part)
 
 
+AnyState = Shut | Ajar | Broken
+AnyEvent = Pushed | Kicked | Looked
+PartState = Shut | Broken
+PartEvent = Pushed | Looked
+
 INITIAL = Shut()
 TRANSITIONS: dict[tuple[type, type], Callable[..., Step]] = {
     (Shut, Pushed): _open,
@@ -90,6 +97,25 @@ TRANSITIONS: dict[tuple[type, type], Callable[..., Step]] = {
 PART_TRANSITIONS: dict[tuple[type, type], Callable[..., Outcome]] = {(Shut, Pushed): _open_part}
 
 HERE = sys.modules[__name__]
+BLIND = Reason("ignored", "nobody can look")
+GONE = Reason("impossible", "there is no door")
+UNHANDLED = {
+    ("test_state_diagram", "TRANSITIONS"): {
+        (Shut, Looked): BLIND,
+        (Broken, Looked): GONE,
+        (Broken, Kicked): GONE,
+    },
+    ("test_state_diagram", "PART_TRANSITIONS"): {
+        (Shut, Looked): BLIND,
+        (Broken, Pushed): GONE,
+        (Broken, Looked): GONE,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_diagram, "UNHANDLED", {**REAL, **UNHANDLED})
 
 
 def following(table: state_diagram.Table) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -130,12 +156,44 @@ def test_the_diagram_joins_events_and_leaves_out_what_stays() -> None:
     assert "\n`PART_TRANSITIONS`:\n\n```mermaid\nstateDiagram-v2\n    [*] --> Shut\n" in drawn
 
 
+def test_every_cell_is_drawn_as_handled_or_with_the_reason_why_not() -> None:
+    assert (
+        "| event | Shut | Ajar | Broken |\n"
+        "|---|:-:|:-:|:-:|\n"
+        "| Pushed | x | x | x |\n"
+        "| Kicked | x | x | b |\n"
+        "| Looked | a | x | b |\n"
+        "\n"
+        "x: handled.\\\n"
+        "a: ignored, nobody can look.\\\n"
+        "b: impossible, there is no door.\n"
+    ) in state_diagram.draw(HERE)
+
+
+@pytest.mark.parametrize("cell", [(Broken, Kicked), (Shut, Pushed)], ids=["in neither", "in both"])
+def test_a_cell_that_is_forgotten_or_contradicts_its_table_is_named(
+    monkeypatch: pytest.MonkeyPatch, cell: tuple[type, type]
+) -> None:
+    where = ("test_state_diagram", "TRANSITIONS")
+    reasons = {**UNHANDLED[where], cell: GONE} if cell == (Shut, Pushed) else dict(UNHANDLED[where])
+    if cell == (Broken, Kicked):
+        del reasons[cell]
+    monkeypatch.setattr(state_diagram, "UNHANDLED", {**UNHANDLED, where: reasons})
+    with pytest.raises(ValueError, match=rf"TRANSITIONS: \({cell[0].__name__}, {cell[1].__name__}\)"):
+        state_diagram.draw(HERE)
+
+
 def test_every_machine_of_the_protocol_can_be_drawn() -> None:
     machines = state_diagram.machines()
     assert {"prefill", "encoder", "slots", "sources", "jobs"} <= set(machines)
     for module in machines.values():
-        for table in state_diagram.tables(module).values():
+        for name, table in state_diagram.tables(module).items():
             assert len(state_diagram.rows(module, table)) == len(table)
+            states, events = state_diagram.cells(module, name)
+            unhandled = state_diagram.unhandled(module, name)
+            every = {(state, event) for state in states for event in events}
+            assert set(table) | set(unhandled) == every
+            assert not set(table) & set(unhandled)
 
 
 def test_the_slot_of_a_running_read_is_quarantined_before_it_is_free() -> None:
