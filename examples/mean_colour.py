@@ -20,7 +20,7 @@ def plan(probe: Probe, dtype: DType) -> EmbeddingSpec:
 
 
 def preprocess(item: MediaItem) -> Any:
-    return open_image(item.media), item.dtype
+    return open_image(item.media, rules=item.rules), item.dtype
 
 
 def forward(batch: list[Any]) -> "list[torch.Tensor]":
