@@ -20,6 +20,7 @@ from epd.protocol.errors import (
     Cancelled,
     DeadlineExceeded,
     EpdError,
+    ForwardFailed,
     NoEncoder,
     PoolExhausted,
     SessionLost,
@@ -324,6 +325,10 @@ def _read(state: Live, part: Granted, event: SourcesReady, now_s: float, limits:
         effects.append(
             StartRead(part.session, event.part, part.attempt, state.lease, item, ready.source, ready.digest)
         )
+    missing = [item for item in part.asked if item not in reading and not state.done[item]]
+    if event.last and missing:  # nothing more will come: better now than at the deadline
+        error = ForwardFailed(f"the encoder's last announcement leaves out items {missing}").as_value()
+        return _close_attempt(state, part, event.part, error, now_s, limits, tell=True)
     return Outcome(replace(part, reading=tuple(reading)), tuple(effects))
 
 

@@ -80,10 +80,15 @@ def sized(
 
 
 def ready_item(
-    number: int = 0, *, attempt: Attempt = ONE, session: SessionId = NEAR, first: int | None = None
+    number: int = 0,
+    *,
+    attempt: Attempt = ONE,
+    session: SessionId = NEAR,
+    first: int | None = None,
+    last: bool = False,
 ) -> SourcesReady:
     at = number if first is None else first
-    return SourcesReady(session, FIRST, attempt, LEASE, at, (ready(number),), last=True)
+    return SourcesReady(session, FIRST, attempt, LEASE, at, (ready(number),), last=last)
 
 
 def read(number: int = 0, attempt: Attempt = ONE, error: ErrorValue | None = None) -> ReadEnded:
@@ -108,14 +113,14 @@ def at(state: str, count: int = 1) -> Bench:
         ("requested", submitted(count)),
         ("metadata", sized(count)),
         ("buffer-registered", RoomLeased(LEASE)),
-        ("forward-done", ready_item(0)),
+        ("forward-done", ready_item(0, last=count == 1)),
     ]
     for name, event in steps:
         bench.feed(event)
         if name == state:
             return bench
     for number in range(1, count):
-        bench.feed(ready_item(number))
+        bench.feed(ready_item(number, last=number == count - 1))
     for number in range(count):
         bench.feed(read(number))
     if state == "consumed":
@@ -169,7 +174,7 @@ def test_each_item_is_read_and_receipted_as_soon_as_it_is_ready() -> None:
         StartRead(NEAR, FIRST, ONE, LEASE, 2, ready(2).source, None),
         SendReceipt(NEAR, FIRST, ONE, LEASE, 2, 1, False),
     ]
-    bench.feed(ready_item(0), ready_item(1), read(1))
+    bench.feed(ready_item(0), ready_item(1, last=True), read(1))
     assert bench.feed(read(0))[0] == SendReceipt(NEAR, FIRST, ONE, LEASE, 0, 1, True)
     assert bench.count(Deliver) == 1
 
@@ -231,6 +236,25 @@ def test_a_retry_goes_elsewhere_and_asks_only_for_what_was_not_read() -> None:
     bench.feed(read(0, TWO), read(2, TWO))
     assert bench.all(Deliver) == [Deliver(LEASE, specs(range(3)))]
     assert bench.count(AskRoom) == 1
+
+
+def test_a_last_announcement_that_leaves_items_out_ends_the_attempt_at_once() -> None:
+    bench = at("buffer-registered", count=4)
+    bench.feed(ready_item(3), ready_item(1), read(1))
+    cancel, choose = bench.feed(ready_item(0, last=True))
+    assert cancel == SendCancel(NEAR, FIRST, ONE)
+    assert choose == ChooseEncoder(FIRST, (item(0), item(2), item(3)), (NEAR,)), "what was read stays read"
+    assert "items [2]" in bench.state.parts[0].last_error.message
+    assert bench.ignores(read(3), ready_item(2))
+
+
+def test_repeats_of_a_last_announcement_leave_nothing_out() -> None:
+    bench = at("buffer-registered", count=2)
+    bench.feed(ready_item(0), read(0))
+    assert bench.feed(ready_item(1, last=True)) == [
+        StartRead(NEAR, FIRST, ONE, LEASE, 1, ready(1).source, None)
+    ]
+    assert bench.feed(ready_item(1, last=True)) == []
 
 
 def test_a_read_that_failed_ends_the_attempt_with_a_cancel() -> None:
