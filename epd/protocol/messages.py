@@ -119,7 +119,11 @@ class PeerLimits(Struct):
 
 
 class Hello(Message):
-    """First frame of the dialler. Fingerprint, data plane and segment are empty from a client."""
+    """First frame of the dialler. Fingerprint, data plane and segment are empty from a client.
+
+    `dial` counts the dials of this incarnation from 1 (0: not told): a `Hello` that was overtaken by
+    that of a later dial is known by it.
+    """
 
     node: NodeId
     incarnation: Incarnation
@@ -130,6 +134,7 @@ class Hello(Message):
     data_plane: str
     segment: str
     limits: PeerLimits
+    dial: int = 0
 
 
 class Welcome(Message):

@@ -95,6 +95,7 @@ class Endpoint:
         self._context = open_context(max_peers)
         self._table = MachineTable("session", machine, limits, clock, timers, recorder, self._perform)
         self._sessions: dict[SessionId, Session] = {}
+        self._dials = 0
         self._listening: dict[Lane, ListeningLane] = {}
         self._flusher = Flusher(clock, timers, self._lose, self._tell_writable, self.lane_failed)
         self._dialler = Dialler(self._context, limits.connect_s, self, self._table.feed, self._flusher.later)
@@ -175,7 +176,8 @@ class Endpoint:
         session = Session(SessionId(secrets.randbits(64)), address, self._sent)
         self._sessions[session.id] = session
         self._table.feed(session.id, Dialled(address))
-        session.outbox.add(self._hello())
+        self._dials += 1
+        session.outbox.add(msgspec.structs.replace(self._hello(), dial=self._dials))
         self._dialler.dial(session, Lane.CONTROL, parsed)
         return session.id
 
@@ -264,8 +266,13 @@ class Endpoint:
 
     # -- sessions ----------------------------------------------------------------------------
 
-    def _greet(self, session_id: SessionId, hello: Hello) -> None:
-        """A stranger's `Hello`: the node's older sessions end first, whatever comes of this one."""
+    def _greet(self, session_id: SessionId, hello: Hello) -> bool:
+        """A stranger's `Hello`: the node's older sessions end first, whatever comes of this one.
+
+        False, and nothing ends, if it was overtaken by the `Hello` of a session that is in force.
+        """
+        if any(session.is_open and session.overtook(hello) for session in self._sessions.values()):
+            return False
         self._end_older(hello.node)
         room = len(self._sessions) < self._max_peers
         session = Session(session_id, "", self._sent)
@@ -278,6 +285,7 @@ class Endpoint:
             del self._sessions[session_id]
             self._flusher.forget(session)
             session.close()
+        return True
 
     def _welcome(self, session: Session, welcome: Welcome) -> None:
         self._end_older(welcome.node)
@@ -362,7 +370,9 @@ class Endpoint:
 
     def _our_welcome(self) -> Welcome:
         """Our `Hello`, and where the media lane is."""
-        return Welcome(**msgspec.structs.asdict(self._hello()), media_address=self._media_address)
+        ours = msgspec.structs.asdict(self._hello())
+        del ours["dial"]
+        return Welcome(**ours, media_address=self._media_address)
 
     # -- lanes -------------------------------------------------------------------------------
 

@@ -24,16 +24,19 @@ _INSIDE: Final = frozenset({Hello, Welcome, Rejected, Heartbeat})
 
 
 class Intake:
-    """`greet(session, hello)` makes a session of a stranger's `Hello`, `welcome(session, welcome)`
-    opens one of ours; `answer(session, rejected)` answers on a listener's control lane;
-    `media_ready(session)`: the dialler's media lane has come, what is queued for it may go."""
+    """How frames become events.
+
+    `greet(session, hello)` makes a session of a stranger's `Hello`, or says that it came too late;
+    `welcome(session, welcome)` opens one of ours; `answer(session, rejected)` answers on a listener's
+    control lane; `media_ready(session)`: the dialler's media lane has come, what is queued may go.
+    """
 
     def __init__(
         self,
         table: MachineTable,
         sessions: Mapping[SessionId, Session],
         handler: SessionHandler,
-        greet: Callable[[SessionId, Hello], None],
+        greet: Callable[[SessionId, Hello], bool],
         welcome: Callable[[Session, Welcome], None],
         answer: Callable[[SessionId, Rejected], None],
         media_ready: Callable[[Session], None],
@@ -95,8 +98,8 @@ class Intake:
             except Malformed as error:
                 self._count(error)
                 return
-            if len(messages) == 1 and isinstance(messages[0], Hello):
-                self._greet(frame.session, messages[0])
+            greeting = messages[0] if len(messages) == 1 else None
+            if isinstance(greeting, Hello) and self._greet(frame.session, greeting):
                 return
         self.rejected["session_over"] += 1
         if frame.sequence != OUTSIDE:  # the last word of a session is not answered

@@ -114,6 +114,13 @@ class Session:
         self.over = False
         """Its end was told; nothing of it is acted on any more."""
 
+    def overtook(self, hello: Hello) -> bool:
+        """Whether this session was dialled later, by the same incarnation, than the one of `hello`."""
+        ours = self.greeting
+        if not isinstance(ours, Hello) or (ours.node, ours.incarnation) != (hello.node, hello.incarnation):
+            return False
+        return 0 < hello.dial < ours.dial
+
     def close(self) -> None:
         """Nothing of it is acted on any more; its sockets are the endpoint's to close."""
         self.over = True

@@ -272,7 +272,7 @@ async def last_word_from(socket: zmq.Socket[bytes]) -> tuple[str, str]:
 
 
 def welcome_of(ours: Hello, media_address: str) -> Welcome:
-    values = {name: getattr(ours, name) for name in Hello.__struct_fields__}
+    values = {name: getattr(ours, name) for name in Hello.__struct_fields__ if name != "dial"}
     return Welcome(**values, media_address=media_address)
 
 

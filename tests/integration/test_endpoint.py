@@ -541,6 +541,36 @@ async def test_a_newer_session_of_a_node_ends_its_older_one_first_on_both_sides(
         assert list(node.endpoint.peers()) == [newer]
 
 
+async def test_a_hello_that_was_overtaken_by_a_later_dial_ends_nothing(
+    encoder: TestNode, raw: RawPeer
+) -> None:
+    incarnation = secrets.randbits(64)
+    control, session, _ = await raw_session(raw, encoder, incarnation=incarnation, dial=2)
+    late = secrets.randbits(64)
+    stranger = raw.dial(encoder.address, late)
+    stranger.send(frame(late, 0, hello("raw", "prefill", incarnation=incarnation, dial=1)))
+    assert await last_word_from(stranger) == ("session_lost", "session over")
+    control.send(frame(session, 1, Heartbeat()))
+    assert list(encoder.endpoint.peers()) == [session]
+    assert encoder.lost == []
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "dial"),
+    [(7, 3), (7, 0), (8, 1)],
+    ids=["dialled later", "not told", "another incarnation"],
+)
+async def test_any_other_hello_of_a_node_ends_its_session_and_that_is_told_so(
+    encoder: TestNode, raw: RawPeer, incarnation: int, dial: int
+) -> None:
+    """A dead incarnation's `Hello` may come after its successor's, too: that one dials again."""
+    control, session, _ = await raw_session(raw, encoder, incarnation=7, dial=2)
+    _, newer, _ = await raw_session(raw, encoder, incarnation=incarnation, dial=dial)
+    assert (await last_word_from(control))[0] == "session_lost"
+    assert list(encoder.endpoint.peers()) == [newer]
+    assert [lost.session for lost in encoder.lost] == [session]
+
+
 async def test_a_welcome_of_a_node_ends_our_older_session_with_it_first(
     prefill: TestNode, raw: RawPeer
 ) -> None:

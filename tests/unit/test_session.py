@@ -67,7 +67,8 @@ def hello(role: Role, **given: Any) -> Hello:
 
 def welcome(**given: Any) -> Welcome:
     told = hello("encoder", **given)
-    return Welcome(**asdict(told), media_address=MEDIA_ADDRESS)
+    values = {name: value for name, value in asdict(told).items() if name != "dial"}
+    return Welcome(**values, media_address=MEDIA_ADDRESS)
 
 
 PREFILL, ENCODER = hello("prefill"), hello("encoder")
