@@ -119,6 +119,10 @@ class Config(_Table, frozen=True, kw_only=True):
     """`auto`, `cpu` or `cuda:N`; only the CPU is supported by this version."""
     trace: str | None = None
     """A file for one record per step of every machine; one that is there is replaced."""
+    metrics_port: Annotated[int, Meta(ge=0, le=65_535)] | None = None
+    """For `/metrics`, `/healthz` and `/readyz`; 0: a free port. None: no port, and nothing is counted."""
+    metrics_listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """The address or host name for `metrics_port`. It answers GET to whoever reaches it."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, JSON elsewhere. Logs go to stderr."""
     verify: Literal["seal", "checksum"] = "seal"

@@ -10,10 +10,10 @@ import hashlib
 import platform
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import structlog
 
@@ -29,6 +29,7 @@ from epd.encoders.registry import load_encoder
 from epd.forward.base import ForwardWorker
 from epd.forward.process import ProcessWorker
 from epd.memory.pool import Pool
+from epd.observe.families import Sample, samples
 from epd.protocol import jobs, reads, slots
 from epd.protocol.errors import Busy
 from epd.protocol.ids import Incarnation, NodeId, SessionId
@@ -68,6 +69,9 @@ from epd.runtime.runtime import Runtime
 from epd.runtime.supervisor import Supervisor
 from epd.runtime.timers import Timers
 
+if TYPE_CHECKING:
+    from epd.runtime.monitor import Monitor
+
 _log = structlog.get_logger()
 
 PlaneFactory = Callable[[], DataPlane]
@@ -93,6 +97,8 @@ class Node(ABC):
         self.endpoint: Endpoint
         self.runtime: Runtime
         self.clients: clients.ClientActor
+        self.monitor: Monitor | None = None
+        """Metrics and health; None without `metrics_port`."""
 
     @property
     def data_plane(self) -> str:
@@ -138,6 +144,8 @@ class Node(ABC):
         if not self.node_id:
             port = self.listen.rpartition(":")[2]
             self.node_id = NodeId(f"{self.role}-{platform.node()}-{port}")
+        if self.config.metrics_port is not None:
+            await self._start_monitor(self.config.metrics_port, stack)
         if self.config.trace is not None:
             recorder = Recorder(self.config.trace, self.node_id, self.role, self.incarnation, timers)
             self.runtime.recorder = self.endpoint.recorder = recorder
@@ -145,10 +153,31 @@ class Node(ABC):
         self.failure = supervisor.start()
         stack.push_async_callback(supervisor.stop)
         self.endpoint.accept()
+        if self.monitor is not None:
+            self.monitor.started(self.pool)
+            self.failure.add_done_callback(self._note_failure)
 
     def _close_recorder(self) -> None:
         if self.runtime.recorder is not None:
             self.runtime.recorder.close()
+
+    async def _start_monitor(self, port: int, stack: contextlib.AsyncExitStack) -> None:
+        from epd.runtime.monitor import Monitor  # its exposition takes 50 ms to import
+
+        monitor = Monitor(self.role, self.config.metrics_listen, port, self._can_serve, self._samples)
+        self.monitor = monitor
+        stack.push_async_callback(monitor.close)
+        observers = {kind: (observe,) for kind, observe in monitor.steps.observers.items()}
+        self.runtime.observers = observers
+        self.endpoint.observe(observers["session"])
+
+    def _note_failure(self, failure: "asyncio.Future[None]") -> None:
+        if self.monitor is not None and not failure.cancelled() and failure.exception() is not None:
+            self.monitor.health.failed = True
+
+    def _note_draining(self) -> None:
+        if self.monitor is not None:
+            self.monitor.health.draining = True
 
     @abstractmethod
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
@@ -195,6 +224,19 @@ class Node(ABC):
         for part in parts:
             counts |= part
         return counts
+
+    @abstractmethod
+    def _can_serve(self) -> bool:
+        """A request that comes now would be worked on. For any thread."""
+
+    def _samples(self) -> Iterator[Sample]:
+        """What no machine's step tells, as it is now. For any thread."""
+        roles: dict[str, int] = {"prefill": 0, "encoder": 0, "client": 0}
+        for peer in self.endpoint.peers().values():
+            roles[peer.role] += 1
+        yield from samples("epd_sessions", roles)
+        yield from samples("epd_rejected_frames", self.endpoint.rejected_frames)
+        yield from samples("epd_mailbox_messages", {a.name: len(a.mailbox) for a in self._actors})
 
     def _hello(self) -> Hello:
         limits = PeerLimits(
@@ -299,6 +341,8 @@ class PrefillNode(Node):
             self.pool,
             slots.Limits(timeouts.read_base_s, timeouts.read_min_bandwidth_bytes_per_s),
         )
+        if self.monitor is not None:
+            self.monitor.steps.nbytes_of = self.buffers.lease_nbytes
         transfer_mailbox = self._mailbox("transfer")
         poller = ReadPoller(
             self.plane,
@@ -377,12 +421,29 @@ class PrefillNode(Node):
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests; wait until the running ones have ended. False if time ran out."""
+        self._note_draining()
         idle = asyncio.Event()
         self.prefill.mailbox.tell(prefill.Drain(idle.set))
         return await _is_set_within(idle, timeout_s)
 
     def counts(self) -> dict[str, int]:
         return self._counts(self.buffers.counts(), self.transfer.counts(), self.prefill.counts())
+
+    def _can_serve(self) -> bool:
+        return self.prefill.can_serve
+
+    def _samples(self) -> Iterator[Sample]:
+        yield from super()._samples()
+        plane, _, transport = self.plane.name.partition("/")
+        labels = (plane, transport or plane)
+        reads = self.transfer
+        yield Sample("epd_read_bytes", labels, reads.read_nbytes)
+        yield Sample("epd_read_seconds", labels, reads.read_s)
+        yield Sample("epd_reads_running", (), reads.running)
+        for outcome, count in list(reads.outcomes.items()):
+            yield Sample("epd_reads", (*labels, outcome), count)
+        yield Sample("epd_room_waiting", (), self.buffers.waiting)
+        yield from samples("epd_requests_refused", self.prefill.refused)
 
     def _states_seen(self) -> set[str]:
         return self.prefill.states_seen
@@ -452,6 +513,8 @@ class EncoderNode(Node):
         self.pool = Pool(regions)
         timeouts = config.timeouts
         self.buffers = StagingBuffers(self.runtime, self._mailbox("buffers"), self.pool)
+        if self.monitor is not None:
+            self.monitor.steps.nbytes_of = self.buffers.staged_nbytes
         self.dedup = dedup.DedupCoordinator(
             self.runtime,
             self._mailbox("dedup"),
@@ -481,6 +544,7 @@ class EncoderNode(Node):
 
     async def drain(self, timeout_s: float) -> bool:
         """Hand unstarted parts back; wait until the started ones are received. False if time ran out."""
+        self._note_draining()
         self.endpoint.goodbye("draining")
         idle = asyncio.Event()
         self.encode.mailbox.tell(encode.Drain(idle.set))
@@ -488,6 +552,16 @@ class EncoderNode(Node):
 
     def counts(self) -> dict[str, int]:
         return self._counts(self.buffers.counts(), self.dedup.counts(), self.encode.counts())
+
+    def _can_serve(self) -> bool:
+        return self.encode.can_serve
+
+    def _samples(self) -> Iterator[Sample]:
+        yield from super()._samples()
+        yield Sample("epd_room_waiting", (), self.buffers.waiting)
+        yield Sample("epd_media_bytes", (), self.dedup.media_nbytes)
+        yield Sample("epd_forward_queue", (), self.encode.waiting)
+        yield Sample("epd_worker_deaths", (), self.encode.worker_deaths)
 
     def _states_seen(self) -> set[str]:
         return self.encode.states_seen

@@ -247,6 +247,10 @@ class DedupCoordinator(Actor[Mail]):
             self._about.pop(job, None)
             self._digests.pop(job, None)
 
+    @property
+    def media_nbytes(self) -> int:
+        return self._media.held_nbytes
+
     def counts(self) -> dict[str, int]:
         return {
             "jobs": len(self._about),

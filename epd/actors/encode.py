@@ -148,6 +148,7 @@ class EncodeActor(Actor[Mail]):
         self._when_idle: Callable[[], None] | None = None
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
+        self.worker_deaths = 0
         self.to_dedup: Ref[
             Subscription
             | SubscriberGranted
@@ -198,6 +199,7 @@ class EncodeActor(Actor[Mail]):
                     self._end_batch(message.results)
             case WorkerDied():
                 self._worker_ready = False
+                self.worker_deaths += 1
                 error = ForwardFailed(f"the forward worker died: {message.reason}").as_value()
                 self._end_batch([ItemResult(error, None)] * len(self._running))
             case WorkerTooSlow():
@@ -407,6 +409,16 @@ class EncodeActor(Actor[Mail]):
         for job, result in zip(self._running, results, strict=True):
             self.to_dedup.tell(ForwardEnded(job, result.error, result.digest))
         self._running = ()
+
+    @property
+    def can_serve(self) -> bool:
+        """The worker has its model; may be asked from any thread."""
+        return self._worker_ready
+
+    @property
+    def waiting(self) -> int:
+        """Items whose forward has not started."""
+        return len(self._queue)
 
     def counts(self) -> dict[str, int]:
         return {

@@ -180,6 +180,8 @@ class PrefillActor(Actor[Mail]):
         self._draining = False
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
+        """Requests that were refused at submit, by code."""
         self._when_idle: Callable[[], None] | None = None
         self.to_buffers: Ref[RoomWanted | RoomUnwanted | ReadAsked | LeaseDone | LeaseFree]
         self.to_transfer: Ref[PeerAnnounced | PeerGone]
@@ -274,6 +276,7 @@ class PrefillActor(Actor[Mail]):
         elif not request.items:
             refusal = MediaInvalid("a request needs at least one item")
         if refusal is not None:
+            self.refused[refusal.code] = self.refused.get(refusal.code, 0) + 1
             message.sink(Delivery(request.request_id, error=refusal))
             return
         transfer = TransferId(self._next_transfer)
@@ -488,6 +491,11 @@ class PrefillActor(Actor[Mail]):
         for transfer, open_request in list(self._open.items()):
             if any(opened == session for opened, _ in open_request.attempts.values()):
                 self._feed(transfer, t.SessionEnded(session))
+
+    @property
+    def can_serve(self) -> bool:
+        """Some encoder could get work now; may be asked from any thread."""
+        return any(encoder.usable for encoder in list(self.encoders.values()))
 
     def counts(self) -> dict[str, int]:
         return (

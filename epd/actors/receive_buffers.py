@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from epd.memory.pool import Extent, Pool
+from epd.memory.pool import Extent, Pool, aligned
 from epd.memory.waiters import Waiters
 from epd.protocol import slots
 from epd.protocol.errors import RequestTooLarge
@@ -167,6 +167,15 @@ class ReceiveBuffers(Actor[Mail]):
                     self.to_transfer.tell(AbortOrder(effect.read))
                 case slots.FreeExtents():
                     self.to_prefill.tell(LeaseLetGo(lease))
+
+    def lease_nbytes(self, lease: LeaseId) -> int:
+        """What a lease takes from the pool; 0 if it is none."""
+        return sum(aligned(extent.nbytes) for extent in self._leases.get(lease, ()))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiters)
 
     def counts(self) -> dict[str, int]:
         quarantined = sum(isinstance(self._slots.state(lease), slots.Quarantined) for lease in self._leases)

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from epd.actors.receive_buffers import too_large
-from epd.memory.pool import Extent, Pool
+from epd.memory.pool import Extent, Pool, aligned
 from epd.memory.waiters import Waiters
 from epd.protocol import sources
 from epd.protocol.ids import LeaseId, Seal
@@ -190,6 +190,16 @@ class StagingBuffers(Actor[Mail]):
     def staged(self) -> list[tuple[Extent, int]]:
         """Extent and payload size of every staged slot."""
         return [(entry.extent, entry.nbytes) for entry in self._staged.values()]
+
+    def staged_nbytes(self, staged: LeaseId) -> int:
+        """What a staged result takes from the pool; 0 if it is none."""
+        entry = self._staged.get(staged)
+        return 0 if entry is None else aligned(entry.extent.nbytes)
+
+    @property
+    def waiting(self) -> int:
+        """Results that wait for room."""
+        return len(self._waiters)
 
     def counts(self) -> dict[str, int]:
         states = [self._sources.state(staged) for staged in self._staged]

@@ -126,5 +126,10 @@ class TransferActor(Actor[Mail]):
                     )
                 self.to_prefill.tell(PeerAnswer(result.session, result.ok, result.reason))
 
+    @property
+    def running(self) -> int:
+        """Reads that are not terminal."""
+        return len(self._reads)
+
     def counts(self) -> dict[str, int]:
         return {"reads": len(self._reads), "segments": len(self._peers)}

@@ -33,9 +33,12 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @click.option("--model", metavar="builtin:NAME|callable:MODULE:NAME", help="What an encoder runs.")
 @click.option("--device", metavar="auto|cpu", help="Where forwards run.")
 @click.option("--verify", metavar="seal|checksum", help="What proves that a read is whole.")
+@click.option(
+    "--metrics-port", metavar="N", type=int, help="For /metrics, /healthz and /readyz; 0: a free one."
+)
 @click.option("--trace", metavar="FILE", help="Record every step of every machine.")
 @click.option("--log-format", metavar="auto|json|console", help="Logs go to standard error.")
-def node_command(config_file: str | None, encoders: str | None, **flags: str | None) -> int:
+def node_command(config_file: str | None, encoders: str | None, **flags: str | int | None) -> int:
     """Run an encoder or a prefill node until SIGTERM, which drains it; a second one stops it at once.
 
     Prints one JSON line on standard output when ready.
@@ -105,6 +108,7 @@ def _say_ready(node: EncoderNode | PrefillNode) -> None:
         "role": node.role,
         "data_plane": node.data_plane,
         "pid": os.getpid(),
+        "metrics": None if node.monitor is None else node.monitor.url,
     }
     with contextlib.suppress(OSError):  # nobody reads our output: not a reason to stop serving
         sys.stdout.write(json.dumps(ready) + "\n")

@@ -20,7 +20,8 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """What an extent of so many bytes takes from the pool."""
     return (nbytes + ALIGNMENT_NBYTES - 1) & -ALIGNMENT_NBYTES
 
 
@@ -47,6 +48,12 @@ class Pool:
         """One item of this many bytes finds room now."""
         return max(allocator.largest_free_nbytes for allocator in self._allocators)
 
+    @property
+    def fragmentation(self) -> float:
+        """0 while the largest free piece is all that is free, or a region; towards 1 in small pieces."""
+        best = min(self.free_nbytes, self.region_nbytes)
+        return 1.0 - self.largest_free_nbytes / best if best else 0.0
+
     def take(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
         """One extent for each of `sizes` (bytes), in their order; None, and nothing taken, if one
         finds no room. An item of zero bytes takes nothing.
@@ -54,7 +61,7 @@ class Pool:
         if len(sizes) == 1:
             only = self._take_one(sizes[0])
             return None if only is None else (only,)
-        if sum(map(_aligned, sizes)) > self.free_nbytes:
+        if sum(map(aligned, sizes)) > self.free_nbytes:
             return None
         extents: dict[int, Extent] = {}
         for index in _largest_first(sizes):
@@ -74,7 +81,7 @@ class Pool:
         """Whether `take` would succeed if nothing were taken. If not, waiting is no use: refuse."""
         room = [self.region_nbytes] * len(self._allocators)
         for index in _largest_first(sizes):
-            needed = _aligned(sizes[index])
+            needed = aligned(sizes[index])
             first = next((region for region, free in enumerate(room) if free >= needed), None)
             if first is None:
                 return False

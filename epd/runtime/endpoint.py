@@ -50,7 +50,7 @@ from epd.runtime.dialler import Dialler
 from epd.runtime.flusher import Flusher, Probe
 from epd.runtime.intake import Intake
 from epd.runtime.lanes import LaneSocket, ListeningLane, open_context, routing_id_of
-from epd.runtime.machines import MachineTable, StepRecorder
+from epd.runtime.machines import MachineTable, Observe, StepRecorder
 from epd.runtime.outbox import last_word
 from epd.runtime.peers import PeerInfo, Session, SessionHandler, peer_info
 from epd.runtime.timers import Timers
@@ -125,6 +125,10 @@ class Endpoint:
     @recorder.setter
     def recorder(self, recorder: StepRecorder | None) -> None:
         self._table.recorder = recorder
+
+    def observe(self, observers: tuple[Observe, ...]) -> None:
+        """They see every step of every session from now on."""
+        self._table.observers = observers
 
     @property
     def rejected_frames(self) -> Mapping[str, int]:
@@ -249,8 +253,8 @@ class Endpoint:
                 self._closing.set_result(None)
 
     def peers(self) -> Mapping[SessionId, PeerInfo]:
-        """Sessions in force."""
-        return {s.id: s.peer for s in self._sessions.values() if s.is_open and s.peer is not None}
+        """Sessions in force; may be asked from any thread."""
+        return {s.id: s.peer for s in list(self._sessions.values()) if s.is_open and s.peer is not None}
 
     def counts(self) -> dict[str, int]:
         """What is held (`sessions`, `sockets`, `queued_messages`, `queued_chunks`), and, as

@@ -20,6 +20,9 @@ STORY_STEPS: Final = 16
 
 _Told = tuple[float, Event, tuple[Effect, ...]]
 
+Observe = Callable[[Any, Any, Any, Event, float, tuple[Effect, ...]], None]
+"""`(key, before, after, event, now_s, effects)` of one step, before its effects are performed."""
+
 
 class Machine(Protocol):
     """A machine module: total and pure (see `epd.protocol.machine`)."""
@@ -73,7 +76,7 @@ class MachineTable:
 
     `machine` is a module with `INITIAL` and `step`. `perform(key, effects)` does the IO of one step;
     it is not called for a step without effects, and may feed (see `feed`). `ignored` counts the
-    `Ignored` effects by (kind, state, event).
+    `Ignored` effects by (kind, state, event). Each of `observers` sees every step, and changes nothing.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class MachineTable:
         self._limits = limits
         self._clock = clock
         self._timers = timers
+        self.observers: tuple[Observe, ...] = ()
         self._recorder: StepRecorder | None = None
         self.recorder = recorder
         self._perform = perform
@@ -162,6 +166,8 @@ class MachineTable:
             self._record(key, event, now_s, ())
             raise self._failure(key, event, f"{type(error).__name__}: {error}") from error
         self._record(key, event, now_s, effects)
+        for observe in self.observers:
+            observe(key, before, state, event, now_s, effects)
         if state.final or self._is_initial(state):
             if entry is not None:
                 self._drop(key, entry)

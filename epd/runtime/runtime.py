@@ -1,11 +1,11 @@
 """What every actor of one node shares: time, timers, the recorder, and the hosting of machines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from epd.protocol.machine import Effect
 from epd.runtime.clock import Clock
-from epd.runtime.machines import MachineTable
+from epd.runtime.machines import MachineTable, Observe
 from epd.runtime.recorder import Recorder
 from epd.runtime.timers import Timers
 
@@ -17,11 +17,14 @@ class Runtime:
         self.clock = clock
         self.timers = timers
         self.recorder = recorder
+        self.observers: Mapping[str, tuple[Observe, ...]] = {}
+        """By kind of machine; for tables made from now on."""
         self._tables: list[MachineTable] = []
 
     def machines(self, kind: str, machine: Any, limits: Any, perform: Perform) -> MachineTable:
         """A table of machines of one kind; recorded and timed like all others."""
         table = MachineTable(kind, machine, limits, self.clock, self.timers, self.recorder, perform)
+        table.observers = self.observers.get(kind, ())
         self._tables.append(table)
         return table
 

@@ -1,0 +1,247 @@
+"""Metrics from the steps of the machines: what they did is what is counted.
+
+Each method watches the machines of one kind (`MachineTable.observers`). All run in the node's loop;
+`samples` may be called from another thread, and takes no lock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Final
+
+from epd.observe.families import Histogram, Sample, known_code, samples
+from epd.protocol import encoder, jobs, prefill, session, slots, sources
+from epd.protocol import prefill_types as t
+from epd.protocol.ids import ReadId
+from epd.protocol.machine import Effect, Event
+
+_TRANSFER_STATES: Final = {
+    "prefill": (
+        *("requested", "metadata", "buffer-registered", "forward-done"),
+        *("rdma-written", "consumed"),
+    ),
+    "encoder": ("metadata", "buffer-registered", "forward-done", "rdma-written"),
+}
+_ORDER: Final = {name: n for n, name in enumerate(_TRANSFER_STATES["prefill"])}
+_POOL_STATES: Final = {"prefill": ("leased", "quarantined"), "encoder": ("writing", "pinned", "retained")}
+_JOB_STATES: Final[dict[type, str]] = {
+    jobs.Unstarted: "unstarted",
+    jobs.Fetching: "fetching",
+    jobs.AwaitingStaging: "awaiting-staging",
+    jobs.Queued: "queued",
+    jobs.Running: "running",
+    jobs.Done: "done",
+}
+_CHECKS: Final = {"seal_mismatch": "seal", "digest_mismatch": "checksum"}
+_KNOWN_SESSIONS: Final = 1024
+
+
+class _Open:
+    """A transfer or part: the state people see, since when, and when it began."""
+
+    __slots__ = ("entered_s", "name", "started_s")
+
+    def __init__(self, name: str, now_s: float) -> None:
+        self.name = name
+        self.entered_s = self.started_s = now_s
+
+
+class StepMetrics:
+    """`nbytes_of` gives the pool bytes of a lease (prefill) or a staged result (encoder); the node
+    sets it. It is asked before the effects of a step are performed."""
+
+    def __init__(self, role: str) -> None:
+        self.nbytes_of: Callable[[Any], int] = lambda key: 0
+        self.observers: dict[str, Callable[..., None]] = {
+            "prefill": self.saw_prefill,
+            "slots": self.saw_slots,
+            "encoder": self.saw_encoder,
+            "jobs": self.saw_jobs,
+            "sources": self.saw_sources,
+            "session": self.saw_session,
+        }
+        self._transfers: dict[Hashable, _Open] = {}
+        self._open_by_state = Counter(dict.fromkeys(_TRANSFER_STATES[role], 0))
+        self._outcomes: Counter[str] = Counter()
+        self._phases = {state: Histogram() for state in _TRANSFER_STATES[role]}
+        self._durations = Histogram()
+        self._retries = 0
+        self._pool = Counter(dict.fromkeys(_POOL_STATES[role], 0))
+        self._aborts = 0
+        self._aborted_s: dict[ReadId, float] = {}
+        self._to_terminal = Histogram()
+        self._mismatches: Counter[tuple[str, str]] = Counter()
+        self._addresses: dict[Hashable, str] = {}
+        self._jobs: Counter[str] = Counter()
+        self._shared = 0
+        self._forwards: Counter[str] = Counter()
+        self._forward_started_s: dict[Hashable, float] = {}
+        self._forward_durations = Histogram()
+        self._opened = 0
+        self._ended: Counter[str] = Counter()
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def saw_prefill(
+        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+    ) -> None:
+        if after is not before:
+            over = after.final or type(after) is t.New
+            self._note_state(key, None if over else prefill.state_name(after), now_s)
+        for effect in effects:
+            kind = type(effect)
+            if kind is t.SendEncodeRequest:
+                self._retries += effect.attempt > 1  # type: ignore[attr-defined]  # its type was asked
+            elif kind is t.Deliver:
+                self._outcomes["delivered"] += 1
+                open_transfer = self._transfers.get(key)
+                if open_transfer is not None:
+                    self._durations.observe(now_s - open_transfer.started_s)
+            elif kind is t.FailRequest:
+                self._outcomes[known_code(effect.error.code)] += 1  # type: ignore[attr-defined]
+
+    def saw_encoder(
+        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+    ) -> None:
+        open_part = self._transfers.get(key)
+        if after is not before:
+            self._note_state(key, encoder.state_name(after) if type(after) is encoder.Open else None, now_s)
+        for effect in effects:
+            if type(effect) is encoder.AttemptEnded:
+                self._outcomes[known_code(effect.outcome)] += 1
+                if effect.outcome == "received" and open_part is not None:
+                    self._durations.observe(now_s - open_part.started_s)
+
+    def _note_state(self, key: Hashable, name: str | None, now_s: float) -> None:
+        """The state that people see is `name` now; None: it has ended.
+
+        The furthest one counts: items are read one by one, and another attempt starts from the first.
+        """
+        entry = self._transfers.get(key)
+        if entry is None:
+            if name is not None:
+                self._transfers[key] = _Open(name, now_s)
+                self._open_by_state[name] += 1
+            return
+        if name is not None and _ORDER[name] <= _ORDER[entry.name]:
+            return
+        self._open_by_state[entry.name] -= 1
+        self._phases[entry.name].observe(now_s - entry.entered_s)
+        if name is None:
+            del self._transfers[key]
+            return
+        self._open_by_state[name] += 1
+        entry.name = name
+        entry.entered_s = now_s
+
+    # -- memory and reads --------------------------------------------------------------------
+
+    def saw_slots(
+        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+    ) -> None:
+        if type(after) is not type(before):
+            self._move(key, _slot_state(before), _slot_state(after))
+        for effect in effects:
+            if type(effect) is slots.AbortRead:
+                self._aborts += 1
+                self._aborted_s[effect.read] = now_s
+        if type(event) is slots.ReadTerminal:
+            aborted_s = self._aborted_s.pop(event.read, None)
+            if aborted_s is not None:
+                self._to_terminal.observe(now_s - aborted_s)
+            if event.outcome in _CHECKS:
+                self._note_mismatch(before, event)
+
+    def _note_mismatch(self, before: Any, event: slots.ReadTerminal) -> None:
+        for running in getattr(before, "reads", ()):
+            if running.wanted.read == event.read:
+                peer = self._addresses.get(running.wanted.session, "unknown")
+                self._mismatches[peer, _CHECKS[event.outcome]] += 1
+
+    def saw_sources(
+        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+    ) -> None:
+        was, now = _source_state(before), _source_state(after)
+        if was != now:
+            self._move(key, was, now)
+
+    def _move(self, key: Hashable, was: str, now: str) -> None:
+        nbytes = self.nbytes_of(key)
+        if was:
+            self._pool[was] -= nbytes
+        if now:
+            self._pool[now] += nbytes
+
+    # -- jobs --------------------------------------------------------------------------------
+
+    def saw_jobs(
+        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+    ) -> None:
+        was, now = type(before), type(after)
+        if was is not now:
+            if was is not jobs.Absent:
+                self._jobs[_JOB_STATES[was]] -= 1
+            if now is not jobs.Absent:
+                self._jobs[_JOB_STATES[now]] += 1
+        kind = type(event)
+        if kind is jobs.Subscribed:
+            self._shared += was is not jobs.Absent and after is not before
+        elif kind is jobs.ForwardStarted:
+            self._forward_started_s[key] = now_s
+        elif kind is jobs.ForwardEnded:
+            error = event.error  # type: ignore[attr-defined]  # its type was asked
+            self._forwards["ok" if error is None else known_code(error.code)] += 1
+            started_s = self._forward_started_s.pop(key, None)
+            if started_s is not None:
+                self._forward_durations.observe(now_s - started_s)
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def saw_session(
+        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+    ) -> None:
+        if type(event) is session.Dialled:
+            # Kept after the session's end: its reads end later. Bounded, as a dead peer is dialled for ever.
+            self._addresses[key] = event.address
+            if len(self._addresses) > _KNOWN_SESSIONS:
+                del self._addresses[next(iter(self._addresses))]
+        for effect in effects:
+            if type(effect) is session.TellOpened:
+                self._opened += 1
+            elif type(effect) is session.TellEnded:
+                self._ended[known_code(effect.code)] += 1
+
+    # -- for whoever shows them --------------------------------------------------------------
+
+    def samples(self) -> Iterator[Sample]:
+        """All of them, as they are now."""
+        yield from samples("epd_transfers_open", self._open_by_state)
+        yield from samples("epd_transfers", self._outcomes)
+        for state, histogram in self._phases.items():
+            yield Sample("epd_transfer_phase_seconds", (state,), histogram)
+        yield Sample("epd_transfer_duration_seconds", (), self._durations)
+        yield Sample("epd_retries", (), self._retries)
+        yield from samples("epd_pool_bytes", self._pool)
+        yield Sample("epd_read_aborts", (), self._aborts)
+        yield Sample("epd_read_abort_to_terminal_seconds", (), self._to_terminal)
+        for labels, count in list(self._mismatches.items()):
+            yield Sample("epd_read_mismatches", labels, count)
+        yield from samples("epd_jobs", self._jobs)
+        yield Sample("epd_shared_jobs", (), self._shared)
+        yield from samples("epd_forwards", self._forwards)
+        yield Sample("epd_forward_duration_seconds", (), self._forward_durations)
+        yield Sample("epd_sessions_opened", (), self._opened)
+        yield from samples("epd_sessions_ended", self._ended)
+
+
+def _slot_state(state: Any) -> str:
+    if type(state) is slots.Leased:
+        return "leased"
+    return "quarantined" if type(state) is slots.Quarantined else ""
+
+
+def _source_state(state: Any) -> str:
+    if type(state) is sources.Writing:
+        return "writing"
+    if type(state) is sources.Stable:
+        return "pinned" if state.pins else "retained"
+    return ""
