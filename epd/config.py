@@ -125,9 +125,10 @@ class Config(_Table, frozen=True, kw_only=True):
     """The address or host name for `metrics_port`. It answers GET to whoever reaches it."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, JSON elsewhere. Logs go to stderr."""
-    verify: Literal["seal", "checksum"] = "seal"
+    verify: Literal["off", "seal", "checksum"] = "seal"
     """What proves that a read is whole: the source's seal; or the seal and a digest (xxh3-128) that the
-    encoder's worker computes and the reader compares."""
+    encoder's worker computes (`checksum` of an encoder) and a prefill node compares wherever it comes.
+    `off` of a prefill node: nothing proves it; to measure what proving costs, never in production."""
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 25.0
     """After SIGTERM running transfers have so long to finish."""
     pool: MemoryConfig = MemoryConfig()

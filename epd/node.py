@@ -349,6 +349,7 @@ class PrefillNode(Node):
             lambda results: transfer_mailbox.tell(transfer.PollerNews(results)),
             loop,
             tap=self._tap_reads(),
+            check=config.verify != "off",
         )
         stack.push_async_callback(asyncio.to_thread, poller.stop)
         self.transfer = transfer.TransferActor(transfer_mailbox, poller)
@@ -365,6 +366,7 @@ class PrefillNode(Node):
             ),
             self.incarnation,
             max_open_requests=config.limits.max_open_requests,
+            compares_digests=config.verify != "off",
         )
         self.buffers.to_prefill = self.transfer.to_prefill = self.prefill.mailbox
         self.buffers.to_transfer = self.prefill.to_transfer = transfer_mailbox

@@ -32,7 +32,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @click.option("--data-plane", metavar="auto|mooncake|shm", help="Default: auto.")
 @click.option("--model", metavar="builtin:NAME|callable:MODULE:NAME", help="What an encoder runs.")
 @click.option("--device", metavar="auto|cpu", help="Where forwards run.")
-@click.option("--verify", metavar="seal|checksum", help="What proves that a read is whole.")
+@click.option("--verify", metavar="off|seal|checksum", help="What proves that a read is whole.")
 @click.option(
     "--metrics-port", metavar="N", type=int, help="For /metrics, /healthz and /readyz; 0: a free one."
 )

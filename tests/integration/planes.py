@@ -84,11 +84,11 @@ class SourceProcess:
 class Reader:
     """A poller on a loop, with results that can be awaited."""
 
-    def __init__(self, plane: DataPlane) -> None:
+    def __init__(self, plane: DataPlane, *, check: bool = True) -> None:
         self.results: list[ReadResult] = []
         self._arrived = asyncio.Event()
         self._next = 1
-        self.poller = ReadPoller(plane, self._deliver, asyncio.get_running_loop())
+        self.poller = ReadPoller(plane, self._deliver, asyncio.get_running_loop(), check=check)
 
     def _deliver(self, results: list[ReadResult]) -> None:
         self.results += results

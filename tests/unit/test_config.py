@@ -85,7 +85,7 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
             ENCODER | {"data_plane": "nixl"},
             "data_plane: 'nixl' given, allowed is 'auto' or 'mooncake' or 'shm'",
         ),
-        (ENCODER | {"verify": True}, "verify: True given, allowed is 'checksum' or 'seal'"),
+        (ENCODER | {"verify": True}, "verify: True given, allowed is 'checksum' or 'off' or 'seal'"),
         (ENCODER | {"model": ""}, "model: '' given, allowed is text that is not empty"),
         (
             ENCODER | {"node": "two\nlines"},
