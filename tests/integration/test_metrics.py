@@ -1,7 +1,9 @@
 """`epd-node` from configuration alone, scraped and probed over real HTTP, through its whole life."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epd.client import NodeClient, Result
 from epd.data import photographs
+from epd.observe.families import FAMILIES
 from epd.request import ImageItem
 from epd.testing.processes import NodeProcess, node_process
 
@@ -27,6 +30,9 @@ COMMON = {
     "verify": "checksum",
 }
 PATIENCE_S = 60.0
+
+DOCS = Path(__file__).parents[2] / "docs"
+METRIC = re.compile(r"\b(?:epd|process)_[a-z_]+[a-z]\b")
 
 pytestmark = pytest.mark.slow
 
@@ -179,3 +185,29 @@ def test_a_metrics_port_that_is_taken_ends_the_start_with_one_line(encoder: Node
     )
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert f"metrics_port: cannot listen on 127.0.0.1 port {port}" in done.stderr
+
+
+def test_the_dashboard_and_the_table_name_metrics_that_nodes_show_and_labels_that_they_have(
+    encoder: NodeProcess,
+) -> None:
+    text = get(encoder, "/metrics")[1]
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    shown = {
+        name + suffix
+        for name, family in families.items()
+        for suffix in {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}[
+            family.type
+        ]
+    }
+    panels = json.loads((DOCS / "grafana.json").read_text())["panels"]
+    expressions = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    assert set(METRIC.findall(expressions)) <= shown
+    # Whatever there is can be seen: nothing is counted for nobody.
+    assert {name for name in FAMILIES if name not in expressions} == set()
+    labels = set(re.findall(r"by \(([a-z_, ]+)\)", expressions))
+    known = {label for family in FAMILIES.values() for label in family.labels} | {"le", "instance"}
+    assert {label for group in labels for label in group.split(", ")} <= known
+    operations = (DOCS / "operations.md").read_text()
+    named = set(METRIC.findall(operations))
+    assert named
+    assert named <= shown | set(families)
