@@ -82,8 +82,11 @@ class Pair:
 
 
 @contextlib.contextmanager
-def encoder_process(data_plane: str, regions: int, region_nbytes: int) -> Iterator[Encoder]:
+def encoder_process(
+    data_plane: str, regions: int, region_nbytes: int, *, metrics: bool = False
+) -> Iterator[Encoder]:
     command = [sys.executable, "-m", "epd.bench.synthetic", data_plane, str(regions), str(region_nbytes)]
+    command += ["metrics"] if metrics else []
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -96,15 +99,18 @@ def encoder_process(data_plane: str, regions: int, region_nbytes: int) -> Iterat
 
 
 @contextlib.asynccontextmanager
-async def pair(data_plane: Choice, regions: int, region_nbytes: int) -> AsyncIterator[Pair]:
+async def pair(
+    data_plane: Choice, regions: int, region_nbytes: int, *, metrics: bool = False
+) -> AsyncIterator[Pair]:
     """A warm, connected pair on `mooncake` or `shm`."""
-    with encoder_process(data_plane, regions, region_nbytes) as encoder:
+    with encoder_process(data_plane, regions, region_nbytes, metrics=metrics) as encoder:
         overrides = {
             "role": "prefill",
             "encoders": [encoder.address],
             "data_plane": data_plane,
             "pool.regions": regions,
             "pool.region_nbytes": region_nbytes,
+            "metrics_port": 0 if metrics else None,
         }
         plane = open_plane(data_plane, "127.0.0.1")
         watched = _Watched(plane)

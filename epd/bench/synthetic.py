@@ -1,6 +1,6 @@
 """A process with a zero-cost encoder node (`epd.testing.synthetic`).
 
-    python -m epd.bench.synthetic DATA_PLANE REGIONS REGION_NBYTES
+    python -m epd.bench.synthetic DATA_PLANE REGIONS REGION_NBYTES [metrics]
 
 Repeating an item within the retention makes even its forward a cache hit, so that what is measured is
 request, metadata, grant, `ForwardDone`, read and receipt. Prints its address; ends with its standard
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from typing import Any
 
 import uvloop
 
@@ -21,13 +22,14 @@ from epd.observe.log import configure_logging
 from epd.testing.synthetic import InstantWorker, SyntheticEncoder
 
 
-async def serve(data_plane: str, regions: int, region_nbytes: int) -> None:
-    overrides = {
+async def serve(data_plane: str, regions: int, region_nbytes: int, *, metrics: bool) -> None:
+    overrides: dict[str, Any] = {
         "role": "encoder",
         "data_plane": data_plane,
         "staging.regions": regions,
         "staging.region_nbytes": region_nbytes,
         "timeouts.dedup_retention_s": 600.0,
+        "metrics_port": 0 if metrics else None,
     }
     config = load_config(None, overrides)
     async with EncoderNode(config, encoder=SyntheticEncoder(), worker=InstantWorker()) as node:
@@ -38,9 +40,9 @@ async def serve(data_plane: str, regions: int, region_nbytes: int) -> None:
 
 
 def main() -> None:
-    data_plane, regions, region_nbytes = sys.argv[1:]
+    data_plane, regions, region_nbytes, *metrics = sys.argv[1:]
     configure_logging(level=logging.WARNING)
-    uvloop.run(serve(data_plane, int(regions), int(region_nbytes)))
+    uvloop.run(serve(data_plane, int(regions), int(region_nbytes), metrics=bool(metrics)))
 
 
 if __name__ == "__main__":

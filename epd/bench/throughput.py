@@ -20,7 +20,9 @@ from epd.testing.synthetic import synthetic_item
 CONCURRENCY: Final = (1, 64)
 
 
-class _Cost(NamedTuple):
+class Cost(NamedTuple):
+    """Of one transfer, both processes."""
+
     wall_us: float
     cpu_us: float
 
@@ -33,10 +35,10 @@ async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
             with _bare() as (address, pid):
                 for concurrency in CONCURRENCY:
                     transfers = many if concurrency > 1 else many // 10
-                    ours: list[_Cost] = []
-                    theirs: dict[str, list[_Cost]] = {}
+                    ours: list[Cost] = []
+                    theirs: dict[str, list[Cost]] = {}
                     for _ in range(rounds):
-                        ours.append(await _ours(connected, transfers, concurrency))
+                        ours.append(await measure(connected, transfers, concurrency))
                         for name, batched in (("bare exchange", False), ("bare exchange, batched", True)):
                             cost = await asyncio.to_thread(
                                 _theirs, address, pid, transfers, concurrency, batched
@@ -46,24 +48,25 @@ async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
     return rows
 
 
-async def _ours(connected: Pair, transfers: int, concurrency: int) -> _Cost:
+async def measure(connected: Pair, transfers: int, concurrency: int) -> Cost:
+    """Transfers of zero bytes, `concurrency` at a time."""
     item = synthetic_item(0)
     await connected.run_many(item, concurrency, concurrency)
     pids = (os.getpid(), connected.encoder.pid)
     before_s = sum(map(cpu_s, pids))
     wall_s = await connected.run_many(item, transfers, concurrency)
-    return _Cost(wall_s / transfers * 1e6, (sum(map(cpu_s, pids)) - before_s) / transfers * 1e6)
+    return Cost(wall_s / transfers * 1e6, (sum(map(cpu_s, pids)) - before_s) / transfers * 1e6)
 
 
-def _theirs(address: str, pid: int, transfers: int, concurrency: int, batched: bool) -> _Cost:
+def _theirs(address: str, pid: int, transfers: int, concurrency: int, batched: bool) -> Cost:
     pids = (os.getpid(), pid)
     before_s = sum(map(cpu_s, pids))
     exchanged = exchange(address, transfers, concurrency, batched=batched)
     used_s = sum(map(cpu_s, pids)) - before_s
-    return _Cost(exchanged.wall_s / transfers * 1e6, max(used_s, 0.01) / transfers * 1e6)
+    return Cost(exchanged.wall_s / transfers * 1e6, max(used_s, 0.01) / transfers * 1e6)
 
 
-def _rows(data_plane: str, concurrency: int, ours: list[_Cost], theirs: dict[str, list[_Cost]]) -> list[Row]:
+def _rows(data_plane: str, concurrency: int, ours: list[Cost], theirs: dict[str, list[Cost]]) -> list[Row]:
     rows = []
     for name, costs in theirs.items():
         for unit, field in (("us per transfer", "wall_us"), ("CPU us per transfer", "cpu_us")):

@@ -8,13 +8,17 @@ from typing import Any
 import click
 import uvloop
 
-from epd.bench import throughput, transfer
+from epd.bench import metrics, throughput, transfer
 from epd.bench.report import Row, machine
 from epd.dataplane.select import Choice, open_plane
 from epd.protocol.errors import DataPlaneError
 
 Scenario = Callable[..., Awaitable[list[Row]]]
-SCENARIOS: dict[str, Scenario] = {"transfer": transfer.run, "throughput": throughput.run}
+SCENARIOS: dict[str, Scenario] = {
+    "transfer": transfer.run,
+    "throughput": throughput.run,
+    "metrics": metrics.run,
+}
 
 
 @click.command("bench")
@@ -28,7 +32,7 @@ SCENARIOS: dict[str, Scenario] = {"transfer": transfer.run, "throughput": throug
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def bench_command(scenario: str, quick: bool, data_plane: Choice, as_json: bool) -> None:
-    """Measure SCENARIO: `transfer` (latency) or `throughput` (zero-byte transfers)."""
+    """Measure SCENARIO: `transfer` (latency) `throughput` (zero-byte transfers), `metrics` (their cost)."""
     rows = uvloop.run(_run(SCENARIOS[scenario], _planes(data_plane), quick))
     report = {"scenario": scenario, "rows": [row.as_json() for row in rows], "machine": machine()}
     if as_json:

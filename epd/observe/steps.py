@@ -22,6 +22,12 @@ _TRANSFER_STATES: Final = {
     "encoder": ("metadata", "buffer-registered", "forward-done", "rdma-written"),
 }
 _ORDER: Final = {name: n for n, name in enumerate(_TRANSFER_STATES["prefill"])}
+_NAMES: Final[dict[type, str]] = {
+    t.AwaitingRoom: "metadata",
+    t.Delivered: "rdma-written",
+    t.Consumed: "consumed",
+}
+"""Of the states whose name is known without looking inside."""
 _POOL_STATES: Final = {"prefill": ("leased", "quarantined"), "encoder": ("writing", "pinned", "retained")}
 _JOB_STATES: Final[dict[type, str]] = {
     jobs.Unstarted: "unstarted",
@@ -47,7 +53,7 @@ class _Open:
 
 class StepMetrics:
     """`nbytes_of` gives the pool bytes of a lease (prefill) or a staged result (encoder); the node
-    sets it. It is asked before the effects of a step are performed."""
+    sets it. It is asked when such a lease begins, before the effects of that step are performed."""
 
     def __init__(self, role: str) -> None:
         self.nbytes_of: Callable[[Any], int] = lambda key: 0
@@ -66,6 +72,7 @@ class StepMetrics:
         self._durations = Histogram()
         self._retries = 0
         self._pool = Counter(dict.fromkeys(_POOL_STATES[role], 0))
+        self._nbytes: dict[Hashable, int] = {}
         self._aborts = 0
         self._aborted_s: dict[ReadId, float] = {}
         self._to_terminal = Histogram()
@@ -84,39 +91,45 @@ class StepMetrics:
     def saw_prefill(
         self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
+        entry = self._transfers.get(key)
         if after is not before:
-            over = after.final or type(after) is t.New
-            self._note_state(key, None if over else prefill.state_name(after), now_s)
+            kind = type(after)
+            name = _NAMES.get(kind)
+            # Between its first read and its delivery a transfer has many steps, and one name.
+            if kind is t.Filling and entry is not None and entry.name == "forward-done":
+                name = entry.name
+            elif name is None and kind is not t.Ended and kind is not t.New:
+                name = prefill.state_name(after)
+            self._note_state(key, entry, name, now_s)
         for effect in effects:
             kind = type(effect)
             if kind is t.SendEncodeRequest:
                 self._retries += effect.attempt > 1  # type: ignore[attr-defined]  # its type was asked
             elif kind is t.Deliver:
                 self._outcomes["delivered"] += 1
-                open_transfer = self._transfers.get(key)
-                if open_transfer is not None:
-                    self._durations.observe(now_s - open_transfer.started_s)
+                if entry is not None:
+                    self._durations.observe(now_s - entry.started_s)
             elif kind is t.FailRequest:
                 self._outcomes[known_code(effect.error.code)] += 1  # type: ignore[attr-defined]
 
     def saw_encoder(
         self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
-        open_part = self._transfers.get(key)
+        entry = self._transfers.get(key)
         if after is not before:
-            self._note_state(key, encoder.state_name(after) if type(after) is encoder.Open else None, now_s)
+            name = encoder.state_name(after) if type(after) is encoder.Open else None
+            self._note_state(key, entry, name, now_s)
         for effect in effects:
             if type(effect) is encoder.AttemptEnded:
                 self._outcomes[known_code(effect.outcome)] += 1
-                if effect.outcome == "received" and open_part is not None:
-                    self._durations.observe(now_s - open_part.started_s)
+                if effect.outcome == "received" and entry is not None:
+                    self._durations.observe(now_s - entry.started_s)
 
-    def _note_state(self, key: Hashable, name: str | None, now_s: float) -> None:
+    def _note_state(self, key: Hashable, entry: _Open | None, name: str | None, now_s: float) -> None:
         """The state that people see is `name` now; None: it has ended.
 
         The furthest one counts: items are read one by one, and another attempt starts from the first.
         """
-        entry = self._transfers.get(key)
         if entry is None:
             if name is not None:
                 self._transfers[key] = _Open(name, now_s)
@@ -160,16 +173,21 @@ class StepMetrics:
     def saw_sources(
         self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
-        was, now = _source_state(before), _source_state(after)
-        if was != now:
-            self._move(key, was, now)
+        if after is not before:
+            was, now = _source_state(before), _source_state(after)
+            if was != now:
+                self._move(key, was, now)
 
     def _move(self, key: Hashable, was: str, now: str) -> None:
-        nbytes = self.nbytes_of(key)
         if was:
+            nbytes = self._nbytes[key]
             self._pool[was] -= nbytes
+        else:
+            nbytes = self._nbytes[key] = self.nbytes_of(key)
         if now:
             self._pool[now] += nbytes
+        else:
+            del self._nbytes[key]
 
     # -- jobs --------------------------------------------------------------------------------
 
@@ -204,6 +222,8 @@ class StepMetrics:
             self._addresses[key] = event.address
             if len(self._addresses) > _KNOWN_SESSIONS:
                 del self._addresses[next(iter(self._addresses))]
+        if not effects:  # one step for each frame, both ways
+            return
         for effect in effects:
             if type(effect) is session.TellOpened:
                 self._opened += 1

@@ -1,0 +1,38 @@
+"""What metrics cost: transfers of zero bytes by a pair that counts, beside one that does not.
+
+The rounds of both take turns, so that a busy machine slows both alike.
+"""
+
+from typing import Final
+
+from epd.bench.pair import pair
+from epd.bench.report import Row
+from epd.bench.throughput import measure
+from epd.dataplane.select import Choice
+
+CONCURRENCY: Final = 64
+_REGION_NBYTES: Final = 1024 * 1024
+
+
+async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
+    rounds, transfers = (7, 3_000) if quick else (15, 10_000)
+    rows: list[Row] = []
+    for plane in data_planes:
+        async with (
+            pair(plane, 1, _REGION_NBYTES, metrics=True) as counting,
+            pair(plane, 1, _REGION_NBYTES) as silent,
+        ):
+            costs = [
+                (
+                    await measure(counting, transfers, CONCURRENCY),
+                    await measure(silent, transfers, CONCURRENCY),
+                )
+                for _ in range(rounds)
+            ]
+        for unit, field in (("us per transfer", "wall_us"), ("CPU us per transfer", "cpu_us")):
+            with_metrics, without = zip(
+                *((getattr(a, field), getattr(b, field)) for a, b in costs), strict=True
+            )
+            name = f"{plane} zero bytes with metrics, {unit}"
+            rows.append(Row(name, 0, CONCURRENCY, unit, "without", [*with_metrics], [*without]))
+    return rows
