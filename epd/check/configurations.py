@@ -1,0 +1,146 @@
+"""What `epd model-check` explores: small worlds, each for what it can show, within stated bounds."""
+
+from typing import Final, NamedTuple
+
+from epd.check.explorer import explore
+from epd.check.faults import ALL, CHANNEL, CONSUMER, ENCODER, HOSTILE, READS, TIMEOUTS
+from epd.check.machines import Cell
+from epd.check.script import script_of
+from epd.check.setup import Part, Setup
+from epd.check.world import World
+
+ONE: Final = (Part((0,)),)
+"""A request for one picture."""
+OTHER: Final = (Part((1,)),)
+ORDERED: Final = ALL - HOSTILE
+
+
+class Result(NamedTuple):
+    """What came of one configuration; `violation` and `script` if one was found."""
+
+    name: str
+    bounds: dict[str, int]
+    states: int
+    transitions: int
+    depth: int
+    complete: bool
+    seconds: float
+    visited: frozenset[Cell]
+    violation: str | None
+    script: tuple[str, ...]
+
+
+class Configuration(NamedTuple):
+    """`about` says what it is for."""
+
+    name: str
+    about: str
+    setup: Setup
+
+
+CONFIGURATIONS: Final = (
+    Configuration("one-by-one", "1 request, 1 encoder, all faults", Setup((ONE,), ORDERED, 2)),
+    Configuration(
+        "two-by-one-slot",
+        "2 requests for different pictures that share one slot of either pool; all faults",
+        Setup((ONE, OTHER), ORDERED, 1, rows=(1, 2)),
+    ),
+    Configuration(
+        "retry-elsewhere",
+        "1 request, 2 encoders, 3 attempts",
+        Setup((ONE,), CHANNEL | READS | {"timeout", "read-timeout", "drain"}, 1, encoders=2, attempts=3),
+    ),
+    Configuration(
+        "shared-job",
+        "2 requests for the same picture: one job, two subscribers",
+        Setup((ONE, ONE), ORDERED, 1, pool_slots=2),
+    ),
+    Configuration(
+        "two-parts",
+        "1 request in two parts on two encoders, all leased in one go",
+        Setup(
+            ((Part((0,)), Part((1,), 1)),),
+            CHANNEL | {"timeout", "cancel", "drain"},
+            0,
+            rows=(1, 1),
+            encoders=2,
+            pool_slots=2,
+        ),
+    ),
+    Configuration(
+        "two-items",
+        "1 request of two pictures in one part, one staging slot: each is announced by itself",
+        Setup(((Part((0, 1)),),), ORDERED, 0, rows=(1, 1), pool_slots=2),
+    ),
+    Configuration(
+        "mailboxes",
+        "1 request, 1 encoder; messages between a node's actors wait in their mailboxes",
+        Setup((ONE,), ORDERED, 1, mailboxes=True),
+    ),
+    Configuration(
+        "hostile",
+        "1 request, 1 encoder; messages are dropped, repeated and reordered",
+        Setup((ONE,), HOSTILE | READS | TIMEOUTS | CONSUMER, 2, hostile=True),
+    ),
+)
+
+
+def bounds_of(setup: Setup, longest_queue: int) -> dict[str, int]:
+    """The bounds of an exploration, by name, for the JSON output."""
+    kinds = setup.kinds
+
+    def at_most(*names: str) -> int:
+        return setup.faults if kinds & set(names) else 0
+
+    return {
+        "requests": len(setup.requests),
+        "items": sum(len(part.kinds) for parts in setup.requests for part in parts),
+        "encoders": setup.encoders,
+        "pool_slots": setup.pool_slots,
+        "staging_slots": setup.staging_slots,
+        "attempts": setup.attempts,
+        "faults": setup.faults,
+        "sessions_cut": at_most("cut"),
+        "crashes": at_most("crash", "crash-prefill"),
+        "drops": at_most("drop"),
+        "duplicates": at_most("repeat"),
+        "timeouts": at_most(*TIMEOUTS),
+        "read_faults": at_most(*READS),
+        "encoder_faults": at_most(*ENCODER),
+        "cancels": at_most(*CONSUMER),
+        "channel_length": longest_queue,
+    }
+
+
+def run_configuration(
+    configuration: Configuration, *, max_depth: int | None = None, faults: int | None = None
+) -> Result:
+    """Explore it; `faults` replaces its own bound. `channel_length` is what the longest queue reached."""
+    setup = configuration.setup
+    if faults is not None:
+        setup = setup._replace(faults=faults)
+    world = World(setup)
+    explored = explore(world, max_depth=max_depth, deadlines=setup.hostile)
+    script: tuple[str, ...] = ()
+    violation = None
+    if explored.found is not None:
+        violation = str(explored.found.violation)
+        script = (f"# {violation}", *script_of(setup, explored.found.trace))
+    return Result(
+        configuration.name,
+        bounds_of(setup, world.longest_queue),
+        explored.states,
+        explored.transitions,
+        explored.depth,
+        explored.complete,
+        explored.seconds,
+        frozenset(world.machines.visited),
+        violation,
+        script,
+    )
+
+
+def run_named(name: str, *, max_depth: int | None = None, faults: int | None = None) -> Result:
+    """As `run_configuration`, by name: for another process."""
+    configuration = next(c for c in CONFIGURATIONS if c.name == name)
+    return run_configuration(configuration, max_depth=max_depth, faults=faults)

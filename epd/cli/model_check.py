@@ -1,0 +1,107 @@
+"""`epd model-check`: explore the protocol's machines, slots and channels within stated bounds."""
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from time import monotonic
+
+import click
+import msgspec
+
+from epd.check.configurations import CONFIGURATIONS, Result, run_named
+from epd.check.coverage import Coverage, coverage_of
+
+PROCESSES = 2
+
+
+@click.command("model-check")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--depth", type=click.IntRange(1), help="At most so many moves from the start.")
+@click.option("--faults", type=click.IntRange(0), help="So many faults in every configuration.")
+@click.option(
+    "--only",
+    type=click.Choice([c.name for c in CONFIGURATIONS]),
+    multiple=True,
+    help="This configuration (may be given more than once); cells are then not judged.",
+)
+@click.pass_context
+def model_check_command(
+    context: click.Context, as_json: bool, depth: int | None, faults: int | None, only: tuple[str, ...]
+) -> None:
+    """Explore the shipped machines exhaustively, breadth-first, and check every invariant in every state.
+
+    Exit status: 0 if nothing was violated, 1 if something was (its shortest script is shown).
+    """
+    started_s = monotonic()
+    names = only or tuple(c.name for c in CONFIGURATIONS)
+    results = explore_all(names, depth, faults)
+    coverage = coverage_of(results)
+    whole = not only and depth is None and faults is None
+    violations = [result for result in results if result.violation is not None]
+    ok = not violations and not coverage.wrongly_listed and not (whole and coverage.missing)
+    if as_json:
+        click.echo(_as_json(results, coverage, ok, monotonic() - started_s).decode())
+    else:
+        _show(results, coverage, whole=whole)
+    context.exit(0 if ok else 1)
+
+
+def explore_all(names: Sequence[str], depth: int | None, faults: int | None) -> list[Result]:
+    """Each configuration in a process of its own, two at a time; in the order of `names`."""
+    explore_one = partial(run_named, max_depth=depth, faults=faults)
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(explore_one, names))
+
+
+def _as_json(results: Sequence[Result], coverage: Coverage, ok: bool, seconds: float) -> bytes:
+    return msgspec.json.encode(
+        {
+            "ok": ok,
+            "violations": sum(result.violation is not None for result in results),
+            "states": sum(result.states for result in results),
+            "transitions": sum(result.transitions for result in results),
+            "seconds": round(seconds, 3),
+            "cells": {
+                "visited": coverage.visited,
+                "total": coverage.total,
+                "unreachable": [
+                    {"cell": " ".join(cell), "reason": reason} for cell, reason in coverage.unreachable
+                ],
+                "missing": [" ".join(cell) for cell in coverage.missing],
+                "wrongly_listed": [" ".join(cell) for cell in coverage.wrongly_listed],
+            },
+            "configurations": [
+                {
+                    "name": result.name,
+                    "bounds": result.bounds,
+                    "states": result.states,
+                    "transitions": result.transitions,
+                    "depth": result.depth,
+                    "complete": result.complete,
+                    "seconds": round(result.seconds, 3),
+                    "violation": result.violation,
+                    "script": list(result.script),
+                }
+                for result in results
+            ],
+        }
+    )
+
+
+def _show(results: Sequence[Result], coverage: Coverage, *, whole: bool) -> None:
+    for result in results:
+        how = "complete" if result.complete else "not complete"
+        click.echo(
+            f"{result.name:18} {result.states:9,} states {result.transitions:11,} transitions "
+            f"depth {result.depth:3}  {result.seconds:6.1f} s  {how}"
+        )
+        if result.script:
+            click.echo("\n".join(result.script))
+    click.echo(
+        f"cells {coverage.visited} of {coverage.total}, {len(coverage.unreachable)} listed as unreachable"
+    )
+    for cell in coverage.missing if whole else ():
+        click.echo(f"not visited: {' '.join(cell)}")
+    for cell in coverage.wrongly_listed:
+        click.echo(f"listed as unreachable, but visited: {' '.join(cell)}")
