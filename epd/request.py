@@ -5,12 +5,14 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import structlog
 
 from epd.encoders.media import DEFAULT_RULES, PictureRules, probe_image
+from epd.memory.region import DeviceView, View
+from epd.memory.tensors import as_tensor
 from epd.protocol.errors import EpdError, MediaInvalid
 from epd.protocol.messages import AuxTensor, EmbeddingSpec, Item, Probe, WantedDType
 
@@ -92,6 +94,14 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, eq=False):
     traceparent: str | None = None
 
 
+class Fence(Protocol):
+    """An event on a stream of a GPU."""
+
+    def query(self) -> bool:
+        """Whether all that was queued before it has been done."""
+        ...
+
+
 class Delivery:
     """One ended request: views into the pool, one per item, until `release()`; or an error.
 
@@ -115,11 +125,11 @@ class Delivery:
         self,
         request_id: str,
         specs: tuple[EmbeddingSpec, ...] = (),
-        views: tuple[memoryview, ...] = (),
+        views: tuple[View, ...] = (),
         error: EpdError | None = None,
         phases_s: Mapping[str, float] | None = None,
         verified: tuple[bool, ...] = (),
-        notify: Callable[[str], None] | None = None,
+        notify: Callable[[str, Fence | None], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.specs = specs
@@ -140,13 +150,10 @@ class Delivery:
 
         if self.error is not None:
             raise self.error
-        tensors = []
-        for spec, view in zip(self.specs, self.views, strict=True):
-            dtype = getattr(torch, spec.dtype)
-            shape = (spec.rows, spec.dim)
-            flat = torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
-            tensors.append(flat.view(shape))
-        return tensors
+        return [
+            as_tensor(view).view(getattr(torch, spec.dtype)).view(spec.rows, spec.dim)
+            for spec, view in zip(self.specs, self.views, strict=True)
+        ]
 
     @property
     def aux(self) -> tuple[tuple[AuxTensor, ...], ...]:
@@ -157,21 +164,35 @@ class Delivery:
         """Say that the consumer holds the views now (`consumed`); idempotent."""
         if not self._taken and not self._released and self._notify is not None:
             self._taken = True
-            self._notify("taken")
+            self._notify("taken", None)
 
-    def release(self, stream: object | None = None) -> None:
-        """Give the memory back; idempotent. `stream` is for pools on a GPU: host memory needs none."""
+    def release(self, stream: Any = None) -> None:
+        """Give the memory back; idempotent.
+
+        Of a pool on a GPU: when what is queued on `stream` so far has been done (a `torch.cuda.Stream`;
+        None: the calling thread's current one). Host memory needs none.
+        """
         if not self._released and self._notify is not None:
             self._released = True
+            fence = next((_fence(v.device, stream) for v in self.views if isinstance(v, DeviceView)), None)
             self.views = ()
-            self._notify("released")
+            self._notify("released", fence)
 
     def call_from(self, hop: Callable[[Callable[[], None]], None]) -> None:
         """The consumer lives in another thread: `hop` brings its `take` and `release` to the node's."""
         notify = self._notify
         if notify is not None:
-            self._notify = lambda news: hop(lambda: notify(news))
+            self._notify = lambda news, fence: hop(lambda: notify(news, fence))
 
     def __del__(self) -> None:
         if not self._released and not sys.is_finalizing():
             _log.warning("delivery dropped without release()", request=self.request_id)
+
+
+def _fence(device: str, stream: Any) -> Fence:
+    import torch
+
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream or torch.cuda.current_stream(device))
+    fence: Fence = event
+    return fence

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from epd.actors.media import Arrived, MediaStore, Progress, Refused
 from epd.actors.outgoing import OutgoingMedia, row_chunks
 from epd.actors.prefill import CancelRequest, SubmitRequest
+from epd.memory.tensors import host_bytes
 from epd.protocol.errors import EpdError, MediaInvalid, WrongRole
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import (
@@ -247,11 +248,12 @@ class ClientActor(Actor[Mail]):
 
 def _digest(delivery: Delivery, rows: bool) -> DigestResult:
     """Hash the delivered bytes, and copy them if asked; runs in a thread, the views are held."""
+    views = [host_bytes(view) for view in delivery.views]
     items = tuple(
         ItemOutcome(spec, view.nbytes, hashlib.sha256(view).digest(), verified)
-        for spec, view, verified in zip(delivery.specs, delivery.views, delivery.verified, strict=True)
+        for spec, view, verified in zip(delivery.specs, views, delivery.verified, strict=True)
     )
-    return DigestResult(items, tuple(bytes(view) for view in delivery.views) if rows else ())
+    return DigestResult(items, tuple(bytes(view) for view in views) if rows else ())
 
 
 def _request_id(key: Key) -> str:

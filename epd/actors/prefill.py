@@ -1,7 +1,7 @@
 """The PrefillActor: requests, placement over encoders, retries, receipts."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -41,7 +41,7 @@ from epd.protocol.messages import (
 )
 from epd.protocol.placement import choose_encoder, plan_parts
 from epd.protocol.wire import MAX_ITEMS_PER_PART
-from epd.request import Delivery, EmbeddingRequest
+from epd.request import Delivery, EmbeddingRequest, Fence
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint, PeerInfo
 from epd.runtime.machines import MachineTable
@@ -49,6 +49,8 @@ from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
+
+_FENCE_POLL_S: Final = 0.001
 
 EncoderMessage = EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions
 
@@ -65,11 +67,12 @@ class CancelRequest(NamedTuple):
 
 
 class DeliveryNews(NamedTuple):
-    """The consumer `taken` or `released` its delivery."""
+    """The consumer `taken` or `released` its delivery; of a release on a GPU, what it has queued there."""
 
     lease: LeaseId
     transfer: TransferId
     news: str
+    fence: Fence | None = None
 
 
 class FromEncoder(NamedTuple):
@@ -161,6 +164,7 @@ class PrefillActor(Actor[Mail]):
     ) -> None:
         super().__init__("prefill", mailbox)
         self._clock = runtime.clock
+        self._timers = runtime.timers
         self._endpoint = endpoint
         self._pool = pool
         self._max_open = max_open_requests
@@ -306,6 +310,10 @@ class PrefillActor(Actor[Mail]):
         self._feed(answer.transfer, t.RoomLeased(answer.lease))
 
     def _hear_consumer(self, message: DeliveryNews) -> None:
+        if message.fence is not None and not message.fence.query():
+            # Kernels that read the memory are still queued: not ours to lease again yet.
+            self._timers.after(_FENCE_POLL_S, lambda: self.mailbox.tell(message))
+            return
         if message.news == "released":
             self._group.released(message.lease)
             return
@@ -427,7 +435,7 @@ class PrefillActor(Actor[Mail]):
 
     def _deliver(self, open_request: _Request, entry: Deliver) -> None:
         views = tuple(
-            self._pool.view(extent)[: spec.nbytes]
+            self._pool.part(extent, spec.nbytes)
             for extent, spec in zip(open_request.extents, entry.specs, strict=True)
         )
         delivery = Delivery(
@@ -437,7 +445,7 @@ class PrefillActor(Actor[Mail]):
             None,
             open_request.phases_s,
             tuple(item in open_request.verified for item in range(len(entry.specs))),
-            lambda news: self.mailbox.tell(DeliveryNews(entry.lease, entry.transfer, news)),
+            lambda news, fence: self.mailbox.tell(DeliveryNews(entry.lease, entry.transfer, news, fence)),
         )
         open_request.sink(delivery)
 

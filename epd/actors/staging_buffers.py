@@ -176,8 +176,7 @@ class StagingBuffers(Actor[Mail]):
     def _perform_on(self, staged: LeaseId, entry: _Staged, effect: Effect) -> None:
         match effect:
             case sources.WriteSeal():
-                view = self._pool.view(entry.extent)
-                SEAL_WORD.pack_into(view, seal_offset(entry.nbytes), effect.seal)
+                self._pool.write_seal(entry.extent, seal_offset(entry.nbytes), effect.seal)
             case sources.FreeExtent():
                 del self._staged[staged]
                 self._pool.give((entry.extent,))

@@ -14,6 +14,7 @@ import click
 
 from epd.memory.allocator import ALIGNMENT_NBYTES, Allocator
 from epd.memory.pool import Extent, Pool
+from epd.memory.region import HostRegion
 from epd.protocol.ids import RegionId
 
 LIVE: Final = (100, 1_000, 10_000, 100_000)
@@ -76,14 +77,16 @@ class SortedFreeList:
         del self._start_by_end[start + size]
 
 
-class _Memory(NamedTuple):
+class _Memory(HostRegion):
     """A region of which nobody touches a byte."""
 
-    region: RegionId
-    nbytes: int
-    address: int = 0
-    view: memoryview = memoryview(b"")
-    fd: int | None = None
+    address = 0
+    view = memoryview(b"")
+    fd = None
+
+    def __init__(self, region: int, nbytes: int) -> None:
+        self.region = RegionId(region)
+        self.nbytes = nbytes
 
 
 class _PoolLeaser:
@@ -91,7 +94,7 @@ class _PoolLeaser:
 
     def __init__(self, nbytes: int) -> None:
         region_nbytes = nbytes // _REGIONS
-        self._pool = Pool([_Memory(RegionId(index), region_nbytes) for index in range(_REGIONS)])
+        self._pool = Pool([_Memory(index, region_nbytes) for index in range(_REGIONS)])
         self._held: dict[int, tuple[Extent, ...]] = {}
         self._next = 0
 

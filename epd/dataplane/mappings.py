@@ -12,8 +12,11 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 
+import xxhash
+
 from epd.dataplane.base import Piece
 from epd.memory.available import available_memory
+from epd.memory.region import HostRegion, Region
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import RegionId
 
@@ -33,7 +36,7 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class OwnRegion:
+class OwnRegion(HostRegion):
     """A region of our own (see `epd.memory.region.Region`). `fd` is None for anonymous memory."""
 
     def __init__(self, region: RegionId, memory: mmap.mmap, fd: int | None) -> None:
@@ -161,6 +164,11 @@ def is_sealed(fd: int, nbytes: int) -> bool:
     return seals & _SEALS == _SEALS and os.fstat(fd).st_size == nbytes
 
 
+def host_digest(address: int, nbytes: int) -> bytes:
+    """xxh3-128 of memory of this process."""
+    return xxhash.xxh3_128_digest(memoryview((ctypes.c_char * nbytes).from_address(address)))
+
+
 class LocalMemory:
     """Where reads may write: the regions of this plane, by address."""
 
@@ -168,7 +176,7 @@ class LocalMemory:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
-    def add(self, regions: Iterable[OwnRegion]) -> None:
+    def add(self, regions: Iterable[Region]) -> None:
         for region in regions:
             at = bisect.bisect(self._starts, region.address)
             self._starts.insert(at, region.address)

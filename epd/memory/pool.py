@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from epd.memory.allocator import ALIGNMENT_NBYTES, Allocator
-from epd.memory.region import Region
-from epd.protocol.ids import RegionId
+from epd.memory.region import Region, View
+from epd.protocol.ids import RegionId, Seal
 
 
 class Extent(NamedTuple):
@@ -92,9 +92,17 @@ class Pool:
         """Virtual address of the extent's first byte in this process."""
         return self._regions[extent.region].address + extent.offset
 
+    def part(self, extent: Extent, nbytes: int) -> View:
+        """The extent's first `nbytes`, on whatever device. To be dropped before the extent is given back."""
+        return self._regions[extent.region].part(extent.offset, min(nbytes, extent.nbytes))
+
     def view(self, extent: Extent) -> memoryview:
-        """The extent's bytes, writable. The view must be dropped before the extent is given back."""
+        """The extent's bytes, writable; of pools of host memory. To be dropped like a `part`."""
         return self._regions[extent.region].view[extent.offset : extent.offset + extent.nbytes]
+
+    def write_seal(self, extent: Extent, at: int, seal: Seal) -> None:
+        """Make `seal` what a reader finds `at` bytes behind the extent's first."""
+        self._regions[extent.region].write_seal(extent.offset + at, seal)
 
     def counts(self) -> dict[str, int]:
         """What is held now: `extents` and `used_nbytes` are zero when nothing is, and

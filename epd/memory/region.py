@@ -1,8 +1,43 @@
-"""One region: an allocation of its own, made by a data plane, mapped into this process."""
+"""One region: an allocation of its own, made by a data plane, on the host or on a GPU.
 
-from typing import Protocol
+A part of it is named by what Python already has for it: a `memoryview` of host memory, or a
+`DeviceView`, which torch, CuPy and others take as it is (`__cuda_array_interface__`).
+"""
 
-from epd.protocol.ids import RegionId
+from abc import ABC, abstractmethod
+from typing import Any, Final, Protocol
+
+from epd.protocol.ids import RegionId, Seal
+from epd.protocol.sources import SEAL_WORD
+
+HOST: Final = "cpu"
+"""The device of host memory; a GPU's is `cuda:N`, N as this process counts."""
+
+
+class DeviceView:
+    """`nbytes` at `address` in the memory of `device`. It keeps `owner`, and so the memory, alive."""
+
+    __slots__ = ("address", "device", "nbytes", "owner")
+
+    def __init__(self, address: int, nbytes: int, device: str, owner: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.device = device
+        self.owner = owner
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # No stream to wait for: whoever hands a view out has waited for what wrote it.
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+            "stream": None,
+        }
+
+
+View = memoryview | DeviceView
 
 
 class Region(Protocol):
@@ -15,16 +50,46 @@ class Region(Protocol):
     def nbytes(self) -> int: ...
 
     @property
+    def device(self) -> str:
+        """`cpu` or `cuda:N`."""
+        ...
+
+    @property
     def address(self) -> int:
         """Virtual address of our writable mapping."""
         ...
 
     @property
     def view(self) -> memoryview:
-        """Writable bytes of the whole region."""
+        """Writable bytes of the whole region. Raises `DataPlaneError` if it is not host memory."""
         ...
 
     @property
     def fd(self) -> int | None:
-        """The memfd behind it, for the forward worker to map; None where there is none."""
+        """The memfd behind it, for a forward worker's process to map; None where there is none."""
         ...
+
+    def part(self, offset: int, nbytes: int) -> View:
+        """`nbytes` at `offset`, writable."""
+        ...
+
+    def write_seal(self, offset: int, seal: Seal) -> None:
+        """Make `seal` what a reader finds at `offset`, before anything this process does next."""
+        ...
+
+
+class HostRegion(ABC):
+    """What regions of host memory have in common."""
+
+    device: str = HOST
+
+    @property
+    @abstractmethod
+    def view(self) -> memoryview:
+        """Writable bytes of the whole region."""
+
+    def part(self, offset: int, nbytes: int) -> memoryview:
+        return self.view[offset : offset + nbytes]
+
+    def write_seal(self, offset: int, seal: Seal) -> None:
+        SEAL_WORD.pack_into(self.view, offset, seal)

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from epd.forward.process import ForwardItem, ItemResult, ProcessWorker
+from epd.memory.region import HostRegion
 from epd.protocol.ids import RegionId
 from epd.protocol.messages import EmbeddingSpec, Probe
 
 
-class MemfdRegion:
+class MemfdRegion(HostRegion):
     """A staging region as a data plane would make it."""
 
     def __init__(self, region: int, nbytes: int) -> None:
@@ -24,11 +25,15 @@ class MemfdRegion:
         self.fd: int | None = os.memfd_create("epd-test")
         os.ftruncate(self.fd, nbytes)
         self._mapping = mmap.mmap(self.fd, nbytes)
-        self.view = memoryview(self._mapping)
+        self._view = memoryview(self._mapping)
         self.address = 0
 
+    @property
+    def view(self) -> memoryview:
+        return self._view
+
     def close(self) -> None:
-        self.view.release()
+        self._view.release()
         self._mapping.close()
         assert self.fd is not None
         os.close(self.fd)
@@ -54,6 +59,9 @@ class _Events:
 
     def batch_ended(self, batch: int, results: Sequence[ItemResult]) -> None:
         raise AssertionError(results)
+
+    def worker_lost(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     def worker_died(self, reason: str) -> None:
         raise AssertionError(reason)

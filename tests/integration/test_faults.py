@@ -15,6 +15,7 @@ from node_pairs import PLANES, empty
 from epd.config import load_config
 from epd.dataplane.faulty import FaultyPlane
 from epd.dataplane.select import Choice, open_plane
+from epd.memory.tensors import host_bytes
 from epd.node import PrefillNode
 from epd.protocol import prefill_types as t
 from epd.protocol import slots
@@ -129,7 +130,7 @@ def strike(victim: HeldProcess, how: str) -> None:
 
 def check_whole(delivery: Delivery, item: ImageItem = ITEM) -> None:
     assert delivery.error is None, delivery.error
-    assert bytes(delivery.views[0]) == pattern(item.media, delivery.specs[0].nbytes)
+    assert bytes(host_bytes(delivery.views[0])) == pattern(item.media, delivery.specs[0].nbytes)
 
 
 async def finish(world: World, victim: HeldProcess, how: str, pending: "asyncio.Future[Delivery]") -> None:

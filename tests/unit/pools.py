@@ -1,12 +1,13 @@
 """Pools of ordinary memory."""
 
 from epd.memory.pool import Pool
+from epd.memory.region import HostRegion
 from epd.protocol.ids import RegionId
 
 KIB = 1024
 
 
-class Memory:
+class Memory(HostRegion):
     """A region of ordinary memory."""
 
     fd = None
@@ -15,7 +16,11 @@ class Memory:
         self.region = RegionId(region)
         self.nbytes = nbytes
         self.address = (region + 1) << 32
-        self.view = memoryview(bytearray(nbytes))
+        self._view = memoryview(bytearray(nbytes))
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
 
 
 def make_pool(count: int = 4, region_nbytes: int = 16 * KIB) -> Pool:
