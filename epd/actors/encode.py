@@ -89,6 +89,10 @@ class WorkerDied(NamedTuple):
     reason: str
 
 
+class WorkerLost(NamedTuple):
+    reason: str
+
+
 Mail = (
     FromPeer
     | PeerOpened
@@ -102,6 +106,7 @@ Mail = (
     | WorkerReady
     | BatchEnded
     | WorkerDied
+    | WorkerLost
 )
 
 
@@ -202,6 +207,9 @@ class EncodeActor(Actor[Mail]):
                 self.worker_deaths += 1
                 error = ForwardFailed(f"the forward worker died: {message.reason}").as_value()
                 self._end_batch([ItemResult(error, None)] * len(self._running))
+            case WorkerLost():
+                # Its memory can be used again only when this process is gone (I2).
+                raise ForwardFailed(f"the forward worker is lost: {message.reason}")
             case WorkerTooSlow():
                 if message.job in self._running:
                     self._worker.kill()
@@ -432,7 +440,7 @@ class EncodeActor(Actor[Mail]):
 class WorkerMail:
     """The worker's events as mail: called on the loop, handled in the actor's turn."""
 
-    def __init__(self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied], None]) -> None:
+    def __init__(self, tell: Callable[[WorkerReady | BatchEnded | WorkerDied | WorkerLost], None]) -> None:
         self._tell = tell
 
     def worker_ready(self) -> None:
@@ -443,6 +451,9 @@ class WorkerMail:
 
     def worker_died(self, reason: str) -> None:
         self._tell(WorkerDied(reason))
+
+    def worker_lost(self, reason: str) -> None:
+        self._tell(WorkerLost(reason))
 
 
 def _job_event(news: JobNews) -> Event:

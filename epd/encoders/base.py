@@ -36,8 +36,8 @@ class Encoder(Protocol):
         """
         ...
 
-    def load(self, num_threads: int) -> None:
-        """Build the model (worker only)."""
+    def load(self, num_threads: int, device: str) -> None:
+        """Build the model (worker only) on `device`: `cpu` or `cuda:N`, N as this process counts."""
         ...
 
     def preprocess(self, item: MediaItem) -> Any:
@@ -45,5 +45,9 @@ class Encoder(Protocol):
         ...
 
     def forward(self, batch: list[Any]) -> "list[torch.Tensor]":
-        """One tensor of `rows x dim` per preprocessed item, in order, of the dtype planned."""
+        """One tensor of `rows x dim` per preprocessed item, in order, of the dtype planned.
+
+        Each on any device. On a GPU a stream of the worker's own is current: what is queued on other
+        streams must be joined to it before this returns.
+        """
         ...

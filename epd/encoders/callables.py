@@ -24,8 +24,8 @@ PREFIX: Final = "callable:"
 _MEMBERS: Final = ("name", "fingerprint", "default_dtype", "plan", "load", "preprocess", "forward")
 
 
-def _nothing_to_load(num_threads: int) -> None:
-    del num_threads
+def _nothing_to_load(num_threads: int, device: str) -> None:
+    del num_threads, device
 
 
 class CallableEncoder:
@@ -43,7 +43,7 @@ class CallableEncoder:
         plan: Callable[[Probe, DType], EmbeddingSpec],
         preprocess: Callable[[MediaItem], Any],
         forward: "Callable[[list[Any]], list[torch.Tensor]]",
-        load: Callable[[int], None] = _nothing_to_load,
+        load: Callable[[int, str], None] = _nothing_to_load,
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -56,8 +56,8 @@ class CallableEncoder:
     def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
         return self._plan(probe, dtype)
 
-    def load(self, num_threads: int) -> None:
-        self._load(num_threads)
+    def load(self, num_threads: int, device: str) -> None:
+        self._load(num_threads, device)
 
     def preprocess(self, item: MediaItem) -> Any:
         return self._preprocess(item)

@@ -15,7 +15,7 @@ def encode_locally(model: str, items: Sequence[MediaItem], num_threads: int) -> 
     import torch
 
     encoder = load_encoder(model)
-    encoder.load(num_threads)
+    encoder.load(num_threads, "cpu")
     digests = []
     for item in items:
         (tensor,) = encoder.forward([encoder.preprocess(item)])

@@ -78,6 +78,7 @@ class Qwen2VLEncoder:
         self.fingerprint = _fingerprint()
         self._tower: Any = None
         self._processor: Any = None
+        self._device = "cpu"
 
     def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
         """See `Encoder.plan`; `aux` is `grid_thw`, int64 of shape (1, 3), in patches."""
@@ -90,7 +91,7 @@ class Qwen2VLEncoder:
         rows = wide * high // FACTOR**2
         return EmbeddingSpec(rows, DIM, dtype, (AuxTensor("grid_thw", "int64", (1, 3), grid),))
 
-    def load(self, num_threads: int) -> None:
+    def load(self, num_threads: int, device: str) -> None:
         """Build tower and processor, and set the process's torch threads. Takes seconds."""
         import torch
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -101,7 +102,9 @@ class Qwen2VLEncoder:
         tower: Any = Qwen2VisionTransformerPretrainedModel
         with torch.random.fork_rng(devices=[]):  # the caller's random numbers are its own
             torch.manual_seed(_SEED)
-            self._tower = tower._from_config(Qwen2VLVisionConfig(**_CONFIG), dtype=torch.float32).eval()
+            built = tower._from_config(Qwen2VLVisionConfig(**_CONFIG), dtype=torch.float32).eval()
+        self._tower = built.to(device)
+        self._device = device
         self._processor = Qwen2VLImageProcessorPil(
             size={"shortest_edge": MIN_RESIZED_PIXELS, "longest_edge": MAX_RESIZED_PIXELS}
         )
@@ -126,8 +129,8 @@ class Qwen2VLEncoder:
         import torch
 
         with torch.inference_mode():
-            patches = torch.cat([pixels.patches for pixels in batch])
-            grids = torch.cat([pixels.grid_thw for pixels in batch])
+            patches = torch.cat([pixels.patches for pixels in batch]).to(self._device)
+            grids = torch.cat([pixels.grid_thw for pixels in batch]).to(self._device)
             merged = self._tower(patches, grid_thw=grids).pooler_output
             rows = [pixels.spec.rows for pixels in batch]
             if tuple(merged.shape) != (sum(rows), DIM):

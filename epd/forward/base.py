@@ -39,6 +39,10 @@ class WorkerEvents(Protocol):
         """Nothing writes for this batch any more; one result per item, in order."""
         ...
 
+    def worker_lost(self, reason: str) -> None:
+        """It may still write, and nothing in this process can end it: the node has to end."""
+        ...
+
     def worker_died(self, reason: str) -> None:
         """It is gone, by the kernel's word: nothing writes for the running batch any more.
 

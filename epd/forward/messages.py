@@ -12,8 +12,6 @@ from epd.protocol.messages import DType, EmbeddingSpec, ErrorValue, Message, Pro
 
 MESSAGE_NBYTES: Final = 128 * 1024
 """Of one datagram; below the kernel's send buffer, so that one message always fits an empty socket."""
-REASON_CHARACTERS: Final = 200
-"""Of one error text: a batch of `MAX_ITEMS_PER_PART` failures must fit a message."""
 
 
 class RegionFd(Struct):

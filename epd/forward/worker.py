@@ -14,18 +14,16 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from epd.encoders.base import Encoder, MediaItem
-from epd.encoders.media import DEFAULT_RULES, PictureRules
 from epd.encoders.registry import load_encoder
 from epd.forward import messages as m
-from epd.protocol.errors import EpdError, ForwardFailed, MediaMismatch
-from epd.protocol.messages import EmbeddingSpec, ErrorValue
+from epd.forward.base import ForwardItem
+from epd.forward.batches import BatchRunner, describe
+from epd.protocol.errors import ForwardFailed
 
 NICE: Final = 10
 """Lower than the node, whose round trips must stay short while a forward takes every core."""
@@ -68,18 +66,18 @@ def _serve(channel: socket.socket) -> None:
     regions = {r.region: _map_region(r) for r in message.regions}
     try:
         encoder = load_encoder(message.encoder)
-        encoder.load(message.num_threads)
+        encoder.load(message.num_threads, "cpu")
         _set_threads(message.num_threads)
     except Exception as error:
-        channel.send(m.encode(m.LoadFailed(_describe(error))))
+        channel.send(m.encode(m.LoadFailed(describe(error))))
         raise
-    runner = BatchRunner(encoder, regions, message.batch_items, message.pictures)
+    runner = BatchRunner(encoder, MappedStore(regions), message.batch_items, message.pictures)
     channel.send(m.encode(m.Ready()))
     while (received := _receive(channel)) is not None:
         batch, media_fd = received
         if not isinstance(batch, m.Batch) or media_fd is None:
             raise TypeError(f"{type(batch).__name__} with media {media_fd}, not a Batch with media")
-        answers = runner.run(batch, media_fd)
+        answers = run_batch(runner, batch, media_fd)
         channel.send(m.encode(m.BatchEnded(batch.batch, answers)))
 
 
@@ -113,75 +111,35 @@ def _set_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-class BatchRunner:
-    """Encodes batches into mapped regions; an item that fails, fails alone."""
+def run_batch(runner: BatchRunner, batch: m.Batch, media_fd: int) -> tuple[m.ItemAnswer, ...]:
+    """One answer per item, in order. Closes `media_fd`."""
+    with _mapped_media(media_fd) as media:
+        items = [
+            ForwardItem(
+                media[task.media_offset : task.media_offset + task.media_nbytes],
+                task.probe,
+                task.dtype,
+                task.spec,
+                task.region,
+                task.offset,
+            )
+            for task in batch.items
+        ]
+        results = runner.run(items, digest=batch.digest)
+        return tuple(m.ItemAnswer(result.error, result.digest) for result in results)
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        regions: dict[int, memoryview],
-        batch_items: int,
-        pictures: PictureRules = DEFAULT_RULES,
-    ) -> None:
-        self._encoder = encoder
+
+class MappedStore:
+    """Stores results in mapped regions."""
+
+    def __init__(self, regions: dict[int, memoryview]) -> None:
         self._regions = regions
-        self._batch_items = batch_items
-        self._pictures = pictures
 
-    def run(self, batch: m.Batch, media_fd: int) -> tuple[m.ItemAnswer, ...]:
-        """One answer per item, in order. Closes `media_fd`."""
-        answers: list[m.ItemAnswer] = []
-        with _mapped_media(media_fd) as media:
-            for first in range(0, len(batch.items), self._batch_items):
-                group = batch.items[first : first + self._batch_items]
-                answers += self._run_group(group, media, digest=batch.digest)
-        return tuple(answers)
-
-    def _run_group(
-        self, group: Sequence[m.ItemTask], media: memoryview, *, digest: bool
-    ) -> list[m.ItemAnswer]:
-        answers: list[m.ItemAnswer | None] = [None] * len(group)
-        prepared: dict[int, Any] = {}
-        for number, task in enumerate(group):
-            try:
-                view = media[task.media_offset : task.media_offset + task.media_nbytes]
-                item = MediaItem(task.probe, view, task.dtype, self._pictures)
-                prepared[number] = self._encoder.preprocess(item)
-            except Exception as error:
-                answers[number] = _failed(error)
-        for number, outcome in zip(prepared, self._forward(list(prepared.values())), strict=True):
-            if isinstance(outcome, m.ItemAnswer):
-                answers[number] = outcome
-                continue
-            try:
-                answers[number] = m.ItemAnswer(None, self._store(outcome, group[number], digest=digest))
-            except Exception as error:
-                answers[number] = _failed(error)
-        return [answer for answer in answers if answer is not None]
-
-    def _forward(self, inputs: list[Any]) -> list[Any]:
-        """A result or a failure per input. Whoever spoils a common forward is found by going alone.
-
-        No exception is kept: its frames would keep the media mapped until a garbage collection.
-        """
-        if not inputs:
-            return []
-        try:
-            results = list(self._encoder.forward(inputs))
-            if len(results) != len(inputs):
-                raise ForwardFailed(f"{self._encoder.name}: {len(results)} results of {len(inputs)} items")
-        except Exception as error:
-            if len(inputs) == 1:
-                return [_failed(error)]
-            return [outcome for one in inputs for outcome in self._forward([one])]
-        return results
-
-    def _store(self, result: Any, task: m.ItemTask, *, digest: bool) -> bytes | None:
-        """Write one result to its place, and nothing beside it. Returns its digest, if wanted."""
-        payload = _payload(result, task.spec)
-        place = self._regions[task.region][task.offset : task.offset + task.spec.nbytes]
+    def __call__(self, result: Any, item: ForwardItem, digest: bool) -> bytes | None:
+        payload = _payload(result)
+        place = self._regions[item.region][item.offset : item.offset + item.spec.nbytes]
         if len(place) != len(payload):
-            raise ForwardFailed(f"region {task.region} has no {len(payload)} B at {task.offset}")
+            raise ForwardFailed(f"region {item.region} has no {len(payload)} B at {item.offset}")
         place[:] = payload
         if not digest:
             return None
@@ -204,13 +162,8 @@ def _mapped_media(media_fd: int) -> Iterator[memoryview]:
         os.close(media_fd)
 
 
-def _payload(result: Any, spec: EmbeddingSpec) -> memoryview:
-    """The bytes of a torch tensor (or numpy array), C order, checked against what was announced."""
-    shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
-    if shape != (spec.rows, spec.dim):
-        raise MediaMismatch(f"{spec.rows}x{spec.dim} announced, the forward made {shape}")
-    if dtype != spec.dtype:
-        raise ForwardFailed(f"{spec.dtype} announced, the forward made {dtype}")
+def _payload(result: Any) -> memoryview:
+    """The bytes of a torch tensor (or numpy array), C order."""
     if "torch" in sys.modules:
         import torch
 
@@ -219,20 +172,6 @@ def _payload(result: Any, spec: EmbeddingSpec) -> memoryview:
     import numpy
 
     return numpy.ascontiguousarray(result).view(numpy.uint8).data.cast("B")
-
-
-def _failed(error: Exception) -> m.ItemAnswer:
-    """An error of ours as it is; anything else is a failed forward, which may succeed elsewhere."""
-    known = error if isinstance(error, EpdError) else ForwardFailed(_describe(error))
-    text = known.message[: m.REASON_CHARACTERS]
-    return m.ItemAnswer(ErrorValue(known.code, known.retryable, text), None)
-
-
-def _describe(error: Exception) -> str:
-    """The error and the line that raised it: all that is known here of a user's encoder."""
-    frames = traceback.extract_tb(error.__traceback__, limit=-1)
-    where = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[: m.REASON_CHARACTERS - len(where)] + where
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class HeldEncoder:
         self._points.pass_by("plan")
         return self._inner.plan(probe, dtype)
 
-    def load(self, num_threads: int) -> None:
-        self._inner.load(num_threads)
+    def load(self, num_threads: int, device: str) -> None:
+        self._inner.load(num_threads, device)
 
     def preprocess(self, item: MediaItem) -> Any:
         return self._inner.preprocess(item)

@@ -26,7 +26,7 @@ class SyntheticEncoder:
     def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
         return EmbeddingSpec(probe.width, 1, dtype)
 
-    def load(self, num_threads: int) -> None:
+    def load(self, num_threads: int, device: str) -> None:
         """No model."""
 
     def preprocess(self, item: MediaItem) -> Any:

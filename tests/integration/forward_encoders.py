@@ -61,11 +61,11 @@ def forward_threads(batch: list[tuple[Probe, bytes]]) -> list[Any]:
     ]
 
 
-def load_torch(num_threads: int) -> None:
+def load_torch(num_threads: int, device: str) -> None:
     import torch  # noqa: F401 (only its default number of threads matters)
 
 
-def fail_to_load(num_threads: int) -> None:
+def fail_to_load(num_threads: int, device: str) -> None:
     raise RuntimeError("no such weights")
 
 

@@ -76,6 +76,9 @@ class Node:
     def batch_ended(self, batch: int, results: Sequence[ItemResult]) -> None:
         self._events.put_nowait(Ended(batch, results))
 
+    def worker_lost(self, reason: str) -> None:
+        raise AssertionError(reason)
+
     def worker_died(self, reason: str) -> None:
         self._events.put_nowait(Died(reason))
 
@@ -483,7 +486,7 @@ def test_photographs_come_out_bit_equal_to_a_local_encode(vision: Node, dtype: D
     import torch
 
     local = Qwen2VLEncoder()
-    local.load(1)
+    local.load(1, "cpu")
     items = photograph_items(photographs()[:4], dtype)
     results = vision.encode(items, digest=True)
     for item, result in zip(items, results, strict=True):

@@ -129,8 +129,8 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
             "encoders: '127.0.0.1:1' given, allowed is tcp://HOST:PORT with a port of 1 to 65535",
         ),
         (
-            ENCODER | {"device": "cuda:0"},
-            "device: 'cuda:0' given, allowed is 'auto' or 'cpu': this version runs forwards on the CPU only",
+            ENCODER | {"device": "cuda:0", "data_plane": "shm"},
+            "device: 'cuda:0' given, allowed is 'auto' or 'cpu' with data_plane 'shm': it is host memory",
         ),
         (ENCODER | {"device": "gpu"}, "device: 'gpu' given, allowed is 'auto', 'cpu' or 'cuda:N'"),
         (

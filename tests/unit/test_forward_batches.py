@@ -11,7 +11,8 @@ import xxhash
 from epd.encoders.base import MediaItem
 from epd.encoders.callables import CallableEncoder
 from epd.forward import messages as m
-from epd.forward.worker import BatchRunner
+from epd.forward.batches import BatchRunner
+from epd.forward.worker import MappedStore, run_batch
 from epd.protocol.errors import MediaInvalid
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
 
@@ -21,6 +22,16 @@ DIM = 2
 @pytest.fixture
 def region() -> Iterator[bytearray]:
     yield bytearray(b"\xaa" * 4096)
+
+
+class Runner:
+    """What the worker's process does with the batches of its node."""
+
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner = runner
+
+    def run(self, batch: m.Batch, media_fd: int) -> tuple[m.ItemAnswer, ...]:
+        return run_batch(self._runner, batch, media_fd)
 
 
 class Recorder:
@@ -40,7 +51,7 @@ class Recorder:
             raise MediaInvalid("bad " + "x" * 5000)
         return media
 
-    def runner(self, region: bytearray, batch_items: int) -> BatchRunner:
+    def runner(self, region: bytearray, batch_items: int) -> Runner:
         encoder = CallableEncoder(
             name="recorder",
             fingerprint="",
@@ -49,7 +60,7 @@ class Recorder:
             preprocess=self.preprocess,
             forward=self.forward,
         )
-        return BatchRunner(encoder, {7: memoryview(region)}, batch_items)
+        return Runner(BatchRunner(encoder, MappedStore({7: memoryview(region)}), batch_items))
 
 
 def ones(media: bytes) -> Any:

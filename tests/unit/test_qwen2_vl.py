@@ -22,7 +22,7 @@ from epd.protocol.messages import DType, Probe
 @pytest.fixture(scope="module")
 def loaded() -> Qwen2VLEncoder:
     encoder = Qwen2VLEncoder()
-    encoder.load(1)
+    encoder.load(1, "cpu")
     return encoder
 
 
@@ -131,7 +131,7 @@ def test_two_builds_are_equal_and_the_callers_random_numbers_untouched(loaded: Q
     expected = torch.rand(3)
     torch.manual_seed(5)
     other = Qwen2VLEncoder()
-    other.load(1)
+    other.load(1, "cpu")
     assert torch.equal(torch.rand(3), expected)
     media = item(photographs()[0], "float32")
     rows = [encoder.forward([encoder.preprocess(media)])[0] for encoder in (loaded, other)]

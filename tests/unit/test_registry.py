@@ -32,7 +32,7 @@ class Holder:
 class OwnEncoder:
     name = "own"; fingerprint = "v2"; default_dtype = "float32"
     def plan(self, probe, dtype): ...
-    def load(self, num_threads): ...
+    def load(self, num_threads, device): ...
     def preprocess(self, item): ...
     def forward(self, batch): ...
 """
@@ -55,7 +55,7 @@ def test_plain_functions_make_an_encoder(module: str, attribute: str) -> None:
     encoder = load_encoder(f"{module}:{attribute}")
     assert (encoder.name, encoder.fingerprint, encoder.default_dtype) == ("mine", "v1", "bfloat16")
     assert encoder.plan(Probe("image", width=5), "float32").rows == 5
-    encoder.load(1)
+    encoder.load(1, "cpu")
     assert encoder.forward([b"abc", b""]) == [3, 0]
 
 
@@ -87,8 +87,8 @@ def test_a_callable_that_is_none_is_refused_with_the_reason(module: str, rest: s
     assert refused.value.facts["key"] == "model"
 
 
-def test_load_is_optional_and_gets_the_number_of_threads() -> None:
-    seen: list[int] = []
+def test_load_is_optional_and_gets_the_number_of_threads_and_the_device() -> None:
+    seen: list[tuple[int, str]] = []
     encoder = CallableEncoder(
         name="n",
         fingerprint="f",
@@ -96,7 +96,7 @@ def test_load_is_optional_and_gets_the_number_of_threads() -> None:
         plan=lambda probe, dtype: pytest.fail("not asked"),
         preprocess=lambda item: item,
         forward=lambda batch: batch,
-        load=seen.append,
+        load=lambda num_threads, device: seen.append((num_threads, device)),
     )
-    encoder.load(3)
-    assert seen == [3]
+    encoder.load(3, "cuda:1")
+    assert seen == [(3, "cuda:1")]
