@@ -116,7 +116,8 @@ class Config(_Table, frozen=True, kw_only=True):
     """`auto`: Mooncake where it imports and initialises, else shm."""
     model: Annotated[str, Meta(min_length=1)] = "builtin:qwen2-vl"
     device: str = "auto"
-    """`auto`, `cpu` or `cuda:N`; only the CPU is supported by this version."""
+    """Where forwards run and pools lie: `cpu`, `cuda:N`, or `auto`: the first GPU where there is one and
+    Mooncake can read between GPUs, else the CPU."""
     trace: str | None = None
     """A file for one record per step of every machine; one that is there is replaced."""
     metrics_port: Annotated[int, Meta(ge=0, le=65_535)] | None = None
@@ -318,7 +319,9 @@ def _runs_on_a_known_device(config: Config) -> None:
     if device in ("auto", "cpu"):
         return
     if device.startswith("cuda:") and device[5:].isdecimal():
-        raise _wrong("device", repr(device), "'auto' or 'cpu': this version runs forwards on the CPU only")
+        if config.data_plane == "shm":
+            raise _wrong("device", repr(device), "'auto' or 'cpu' with data_plane 'shm': it is host memory")
+        return
     raise _wrong("device", repr(device), "'auto', 'cpu' or 'cuda:N'")
 
 

@@ -28,7 +28,9 @@ from epd.encoders.base import Encoder
 from epd.encoders.registry import load_encoder
 from epd.forward.base import ForwardWorker
 from epd.forward.process import ProcessWorker
+from epd.forward.thread import ThreadWorker
 from epd.memory.pool import Pool
+from epd.memory.region import HOST
 from epd.observe.families import Sample, samples
 from epd.protocol import jobs, reads, slots
 from epd.protocol.errors import Busy
@@ -87,7 +89,9 @@ class Node(ABC):
         self.incarnation = Incarnation(secrets.randbits(64))
         self.node_id = NodeId(config.node or "")
         self.listen = ""
-        self._open_plane = open_plane_with or (lambda: open_plane(config.data_plane, "127.0.0.1"))
+        self._open_plane = open_plane_with or (
+            lambda: open_plane(config.data_plane, "127.0.0.1", config.device)
+        )
         self._exit = contextlib.AsyncExitStack()
         self._actors: list[Actor[Any]] = []
         self._client_sessions: set[SessionId] = set()
@@ -502,9 +506,8 @@ class EncoderNode(Node):
     ) -> None:
         super().__init__(config, open_plane_with=open_plane_with)
         self.encoder = encoder or load_encoder(config.model)
-        self.worker = worker or ProcessWorker(
-            config.model, config.worker_threads(), config.worker.batch_items, config.pictures.rules()
-        )
+        self._given_worker = worker
+        self.worker: ForwardWorker
 
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
         config = self.config
@@ -513,6 +516,7 @@ class EncoderNode(Node):
             self.plane.allocate, memory.regions, memory.region_nbytes, exported=True
         )
         self.pool = Pool(regions)
+        self.worker = self._given_worker or make_worker(config, self.plane.device)
         timeouts = config.timeouts
         self.buffers = StagingBuffers(self.runtime, self._mailbox("buffers"), self.pool)
         if self.monitor is not None:
@@ -612,6 +616,14 @@ class EncoderNode(Node):
             0,
             self.pool.free_nbytes,
         )
+
+
+def make_worker(config: Config, device: str) -> ForwardWorker:
+    """The form that a forward takes on `device`: a process on the CPU, a thread on a GPU."""
+    threads, batch_items, rules = config.worker_threads(), config.worker.batch_items, config.pictures.rules()
+    if device == HOST:
+        return ProcessWorker(config.model, threads, batch_items, rules)
+    return ThreadWorker(config.model, device, threads, batch_items, rules)
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

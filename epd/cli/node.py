@@ -31,7 +31,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @click.option("--encoders", metavar="tcp://H:P,...", help="Whom a prefill node reads from.")
 @click.option("--data-plane", metavar="auto|mooncake|shm", help="Default: auto.")
 @click.option("--model", metavar="builtin:NAME|callable:MODULE:NAME", help="What an encoder runs.")
-@click.option("--device", metavar="auto|cpu", help="Where forwards run.")
+@click.option("--device", metavar="auto|cpu|cuda:N", help="Where forwards run and pools lie.")
 @click.option("--verify", metavar="off|seal|checksum", help="What proves that a read is whole.")
 @click.option(
     "--metrics-port", metavar="N", type=int, help="For /metrics, /healthz and /readyz; 0: a free one."

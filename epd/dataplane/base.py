@@ -46,6 +46,10 @@ class Posted(NamedTuple):
 class DataPlane(Protocol):
     name: str
     """`shm` or `mooncake/TRANSPORT`, with the transport really in use."""
+    device: str
+    """Whose memory `allocate` takes: `cpu` or `cuda:N`, N as this process counts."""
+    pieces: int
+    """In how many pieces a large read is best cut here."""
     segment: str
     """What a peer needs to reach us: Mooncake `ip:port`, or the Unix socket's address for shm."""
 
@@ -55,6 +59,14 @@ class DataPlane(Protocol):
         `exported` regions (staging) may be read by peers, never written; the others (receive) are
         reachable by nobody. Raises `DataPlaneError` with sizes. Call once per pool, at start.
         """
+        ...
+
+    def words(self, nbytes: int) -> Region:
+        """Host memory where seals land: reads into it are of one seal each. Call once, at start."""
+        ...
+
+    def digest(self, address: int, nbytes: int) -> bytes:
+        """Of a payload in our memory: xxh3-128 on the host, `epd.memory.tensors` on a GPU."""
         ...
 
     def export(self) -> tuple[RegionDescriptor, ...]:

@@ -70,6 +70,8 @@ class FaultyPlane:
     ) -> None:
         self.name = inner.name
         self.segment = inner.segment
+        self.device = inner.device
+        self.pieces = inner.pieces
         self._inner = inner
         self._random = random.Random(seed)
         self.rates = rates or Rates()
@@ -108,6 +110,12 @@ class FaultyPlane:
 
     def allocate(self, count: int, region_nbytes: int, *, exported: bool) -> list[Region]:
         return self._inner.allocate(count, region_nbytes, exported=exported)
+
+    def words(self, nbytes: int) -> Region:
+        return self._inner.words(nbytes)
+
+    def digest(self, address: int, nbytes: int) -> bytes:
+        return self._inner.digest(address, nbytes)
 
     def export(self) -> tuple[RegionDescriptor, ...]:
         return self._inner.export()

@@ -31,9 +31,10 @@ from epd.dataplane.mappings import (
     ReadOnlyMapping,
     allocate_private,
     allocate_shared,
+    host_digest,
 )
 from epd.dataplane.mooncake_wire import Descriptor, ask_descriptor, shut_connections
-from epd.memory.region import Region
+from epd.memory.region import HOST, Region
 from epd.observe.log import log_info
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import SessionId
@@ -48,9 +49,11 @@ _POLL_S: Final = 50e-6
 _SCRATCH_NBYTES: Final = 4096
 _PROBE_NBYTES: Final = 8
 _PROTOCOL: Final = "tcp"  # the engine ignores it and chooses for itself
+_READ_INTO_ANY_MEMORY: Final = ("tcp", "nvlink_intra")
+"""Transports that read into local memory that is not registered."""
 
 
-class _Peer:
+class Peer:
     """An opened peer, remembered until it is closed *and* its last read has ended (for `abort`)."""
 
     def __init__(self, name: str, memory: PeerMemory, data: tuple[str, int]) -> None:
@@ -74,6 +77,9 @@ class MooncakePlane:
     Raises `DataPlaneError`, naming what is missing, where Mooncake cannot be had.
     """
 
+    device = HOST
+    pieces = 4
+
     def __init__(self, host: str) -> None:
         self._engine = _new_engine(host)
         self.segment = f"{host}:{self._engine.get_rpc_port()}"
@@ -86,8 +92,8 @@ class MooncakePlane:
         self._local = LocalMemory()
         self._registered: list[int] = []
         self._registrations = 0
-        self._peers: dict[SessionId, _Peer] = {}
-        self._data_ports: dict[str, tuple[str, int]] = {}
+        self._peers: dict[SessionId, Peer] = {}
+        self._owners: dict[str, tuple[str, int, str]] = {}
         self._batches: dict[int, _Batch] = {}
         self._next_ticket = 1
         self._closed = False
@@ -133,7 +139,7 @@ class MooncakePlane:
         regions = allocate_private(count, region_nbytes)
         self._private += regions
         self._local.add(regions)
-        if self._protocol != "tcp":
+        if self._protocol not in _READ_INTO_ANY_MEMORY:
             for region in regions:
                 self._register(region.address, region.nbytes)
         return regions
@@ -145,6 +151,12 @@ class MooncakePlane:
             raise DataPlaneError(f"{self.name}: cannot register {nbytes} B: engine code {code}", code=code)
         self._registered.append(address)
 
+    def words(self, nbytes: int) -> Region:
+        return self._receive_regions(1, nbytes)[0]
+
+    def digest(self, address: int, nbytes: int) -> bytes:
+        return host_digest(address, nbytes)
+
     def export(self) -> tuple[RegionDescriptor, ...]:
         return tuple(
             RegionDescriptor(region.region, base, region.nbytes)
@@ -155,6 +167,12 @@ class MooncakePlane:
 
     def open_peer(self, session: SessionId, segment: str, regions: Sequence[RegionDescriptor]) -> ReadState:
         """May run in a thread of its own, beside the poller's (it can take `OPEN_TIMEOUT_S`)."""
+        return self._open(session, segment, regions, "")
+
+    def _open(
+        self, session: SessionId, segment: str, regions: Sequence[RegionDescriptor], owner: str
+    ) -> ReadState:
+        """`owner` distinguishes peers that the engine's ports do not."""
         try:
             descriptor = ask_descriptor(segment, OPEN_TIMEOUT_S)
             _check_exported(descriptor, regions)
@@ -163,27 +181,32 @@ class MooncakePlane:
             return ReadState.FAILED
         data = (descriptor.tcp_data_host or segment.rpartition(":")[0], descriptor.tcp_data_port)
         memory = PeerMemory([(r.region, r.base, r.nbytes) for r in regions])
-        peer = _Peer(self._engine_name(segment, data), memory, data)
-        if regions and not self._probe(peer, regions[0]):
+        peer = Peer(self._engine_name(segment, (*data, owner)), memory, data)
+        if not self._probe(session, peer, regions):
             _log.warning("mooncake: peer not readable", segment=segment)
             return ReadState.FAILED
         self._peers[session] = peer
         return ReadState.DONE
 
-    def _engine_name(self, segment: str, data: tuple[str, int]) -> str:
+    def _engine_name(self, segment: str, owner: tuple[str, int, str]) -> str:
         """The engine never forgets a segment's descriptor. If another process took that port over,
         it gets another spelling of the name: leading zeros of the port."""
         host, _, port = segment.rpartition(":")
         name = segment
-        while self._data_ports.setdefault(name, data) != data:
+        while self._owners.setdefault(name, owner) != owner:
             port = f"0{port}"
             name = f"{host}:{port}"
         return name
 
-    def _probe(self, peer: _Peer, region: RegionDescriptor) -> bool:
+    def _probe(self, session: SessionId, peer: Peer, regions: Sequence[RegionDescriptor]) -> bool:
         """One small read, so that the engine opens the segment now and not while others wait."""
-        nbytes = min(_PROBE_NBYTES, region.nbytes)
-        batch = self._submit(peer.name, self._scratch.address, region.base, nbytes)
+        if not regions:
+            return True
+        nbytes = min(_PROBE_NBYTES, regions[0].nbytes)
+        return self._read_within_limit(peer, self._scratch.address, regions[0].base, nbytes)
+
+    def _read_within_limit(self, peer: Peer, local: int, source: int, nbytes: int) -> bool:
+        batch = self._submit(peer.name, local, source, nbytes)
         give_up_s = time.monotonic() + OPEN_TIMEOUT_S
         while batch:
             status = self._engine.transfer_check_status(batch)
@@ -202,7 +225,7 @@ class MooncakePlane:
             peer.is_open = False
             self._forget_if_over(session, peer)
 
-    def _forget_if_over(self, session: SessionId, peer: _Peer) -> None:
+    def _forget_if_over(self, session: SessionId, peer: Peer) -> None:
         if not peer.is_open and not peer.running:
             del self._peers[session]
 
@@ -277,6 +300,9 @@ class MooncakePlane:
         if not self._drop_engine():
             _log.warning("mooncake: the engine does not end; its memory is left mapped")
             return
+        self._release_memory()
+
+    def _release_memory(self) -> None:
         for mapping in self._shown:
             mapping.close()
         for region in (*self._staging, *self._private):

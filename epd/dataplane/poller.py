@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
-import xxhash
 
 from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
 from epd.protocol import reads
@@ -54,7 +53,7 @@ _PR_SET_TIMERSLACK: Final = 29
 
 
 class ReadRequest(NamedTuple):
-    """Read `source` to `local_address`, then check its seal and, if given, its digest (xxh3-128), unless
+    """Read `source` to `local_address`, then check its seal and, if given, its digest, unless
     the poller is told not to check."""
 
     read: ReadId
@@ -99,13 +98,16 @@ ReadResult = ReadPosted | ReadDone | PeerOpened | PollerFailed
 Tap = Callable[[ReadId, Event, float, tuple[Effect, ...]], None]
 
 
-def cut(nbytes: int) -> list[tuple[int, int]]:
-    """`(offset, nbytes)` of the pieces that a payload of `nbytes` is read in; none of an empty one."""
+def cut(nbytes: int, pieces: int = PIECES) -> list[tuple[int, int]]:
+    """`(offset, nbytes)` of what a payload of `nbytes` is read in; nothing of an empty one.
+
+    `pieces` is the plane's wish (`DataPlane.pieces`); of 1 it gets one whole piece.
+    """
     if nbytes == 0:
         return []
-    if nbytes < PIECES_FROM_NBYTES:
+    if nbytes < PIECES_FROM_NBYTES or pieces == 1:
         return [(0, nbytes)]
-    count = max(PIECES, -(-nbytes // MAX_PIECE_NBYTES))
+    count = max(pieces, -(-nbytes // MAX_PIECE_NBYTES))
     step = -(-nbytes // (count * _PAGE_NBYTES)) * _PAGE_NBYTES
     return [(offset, min(step, nbytes - offset)) for offset in range(0, nbytes, step)]
 
@@ -115,10 +117,10 @@ class _Read:
 
     __slots__ = ("pieces", "posted_s", "request", "seal_address", "started_s", "state")
 
-    def __init__(self, request: ReadRequest, started_s: float) -> None:
+    def __init__(self, request: ReadRequest, started_s: float, pieces: int) -> None:
         self.request = request
         self.started_s = started_s
-        self.pieces = cut(request.source.nbytes)
+        self.pieces = cut(request.source.nbytes, pieces)
         self.state: Any = reads.INITIAL
         self.posted_s: float | None = None
         self.seal_address = 0
@@ -179,7 +181,7 @@ class ReadPoller:
         self._stopping = False
         self._give_up_s = 0.0
         # On planes that need it this memory is registered, once; a seal's word lands here.
-        seals = plane.allocate(1, _SEALS * SEAL_WORD.size, exported=False)[0]
+        seals = plane.words(_SEALS * SEAL_WORD.size)
         self._free_seals = [seals.address + at for at in range(0, seals.nbytes, SEAL_WORD.size)]
         self._thread = threading.Thread(target=self._run, name="epd-poller", daemon=True)
         self._thread.start()
@@ -188,7 +190,7 @@ class ReadPoller:
 
     def read(self, request: ReadRequest) -> None:
         """Its end comes as one `ReadDone`."""
-        self._commands.put((self._start, (_Read(request, self._now_s()),)))
+        self._commands.put((self._start, (_Read(request, self._now_s(), self._plane.pieces),)))
 
     def abort(self, read: ReadId) -> None:
         """End a read by our own side; its `ReadDone` comes when it is terminal."""
@@ -395,10 +397,13 @@ class ReadPoller:
         request = read.request
         del self._reads[request.read]
         digest = request.digest if self._check else None
-        if outcome == "ok" and digest is not None and _digest(request) != digest:
+        if outcome == "ok" and digest is not None and self._digest(request) != digest:
             outcome = "digest_mismatch"
         nbytes = request.source.nbytes if outcome == "ok" else 0
         self._results.append(ReadDone(request.read, outcome, now_s - read.started_s, nbytes))
+
+    def _digest(self, request: ReadRequest) -> bytes:
+        return self._plane.digest(request.local_address, request.source.nbytes)
 
     # -- pieces ------------------------------------------------------------------------------
 
@@ -481,8 +486,3 @@ class ReadPoller:
 
 def _is_lost(state: reads.AnyState) -> bool:
     return isinstance(state, reads.Stopping) or (isinstance(state, reads.Sealing) and state.aborted)
-
-
-def _digest(request: ReadRequest) -> bytes:
-    payload = (ctypes.c_char * request.source.nbytes).from_address(request.local_address)
-    return xxhash.xxh3_128_digest(memoryview(payload))

@@ -9,7 +9,9 @@ import pytest
 from node_pairs import PLANES, empty
 
 from epd.config import load_config
-from epd.node import EncoderNode, PrefillNode
+from epd.encoders.media import DEFAULT_RULES
+from epd.memory.tensors import host_bytes
+from epd.node import EncoderNode, PrefillNode, make_worker
 from epd.protocol.errors import Cancelled, Draining, RequestTooLarge, UnsupportedItem
 from epd.protocol.messages import AuxTensor, DType, EmbeddingSpec, Probe
 from epd.request import Delivery, EmbeddingRequest, ImageItem
@@ -61,7 +63,7 @@ def request(name: str, *items: ImageItem, deadline_s: float = 20.0) -> Embedding
 
 def check(delivery: Delivery, *items: ImageItem) -> None:
     for item, view in zip(items, delivery.views, strict=True):
-        assert bytes(view) == pattern(item.media, view.nbytes)
+        assert bytes(host_bytes(view)) == pattern(item.media, view.nbytes)
 
 
 async def test_a_request_larger_than_the_pool_is_refused_at_once_with_sizes() -> None:
@@ -247,11 +249,17 @@ async def test_a_node_that_has_ended_leaves_no_timer_in_the_callers_loop() -> No
     assert len(prefill.runtime.timers) == len(encoder.runtime.timers) == 0
 
 
-def test_the_forward_worker_is_given_the_threads_and_the_batch_size_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("device", "form", "given"),
+    [
+        ("cpu", "ProcessWorker", ("builtin:qwen2-vl", 2, 3, DEFAULT_RULES)),
+        ("cuda:1", "ThreadWorker", ("builtin:qwen2-vl", "cuda:1", 2, 3, DEFAULT_RULES)),
+    ],
+)
+def test_the_forward_worker_has_the_form_of_the_device_and_the_settings(
+    monkeypatch: pytest.MonkeyPatch, device: str, form: str, given: tuple[object, ...]
 ) -> None:
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr("epd.node.ProcessWorker", lambda *arguments: made.append(arguments))
-    settings = {"role": "encoder", "worker.threads": 2, "worker.batch_items": 3}
-    EncoderNode(load_config(None, settings))
-    assert made == [("builtin:qwen2-vl", 2, 3)]
+    monkeypatch.setattr(f"epd.node.{form}", lambda *arguments: made.append(arguments))
+    make_worker(load_config(None, {"role": "encoder", "worker.threads": 2, "worker.batch_items": 3}), device)
+    assert made == [given]

@@ -16,7 +16,7 @@ import pytest
 from plane_source import pattern
 from planes import SESSION, Reader, SourceProcess, end_of, held, piece, seal_offset, source_of
 
-from epd.dataplane import shm
+from epd.dataplane import handover, shm
 from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
 from epd.dataplane.faulty import FaultyPlane
 from epd.dataplane.mooncake_wire import shut_connections
@@ -243,7 +243,7 @@ def test_an_shm_reader_can_neither_shrink_what_it_was_given_nor_is_it_given_more
     plane = shm.ShmPlane()
     region = plane.allocate(1, MIB, exported=True)[0]
     received: dict[int, tuple[int, int]] = {}
-    shm._receive(plane.segment, received)
+    handover._receive(plane.segment, received)
     fd, nbytes = received[0]
     assert nbytes == MIB
     assert not os.get_inheritable(fd)
