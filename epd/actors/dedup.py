@@ -89,6 +89,17 @@ class ForwardUnwanted(NamedTuple):
     job: JobKey
 
 
+class ResultWritten(NamedTuple):
+    """To the EncodeActor, behind the `JobNews` of it: tell the BufferManagerActor `written`.
+
+    By this way its pins are asked for before anybody there can evict it. Told directly, it would be
+    evicted at once whenever another job waits for its slot, and two such jobs would do that in turn for
+    ever.
+    """
+
+    written: SourceEvent
+
+
 class WorkerTooSlow(NamedTuple):
     job: JobKey
 
@@ -114,7 +125,7 @@ Mail = (
     | StagingAnswer
     | StagedEvicted
 )
-EncodeMail = ForwardWanted | ForwardUnwanted | WorkerTooSlow | JobNews
+EncodeMail = ForwardWanted | ForwardUnwanted | WorkerTooSlow | JobNews | ResultWritten
 
 
 class DedupCoordinator(Actor[Mail]):
@@ -222,13 +233,14 @@ class DedupCoordinator(Actor[Mail]):
                     self.to_encode.tell(WorkerTooSlow(job))
                 case _:
                     self._perform_staged(job, effect)
+        for effect in effects:
+            if isinstance(effect, jobs.MarkWritten):
+                written = SourceEvent(effect.staged, sources.Written(), self._digests.pop(job, None))
+                self.to_encode.tell(ResultWritten(written))
         self._forget_ended(job)
 
     def _perform_staged(self, job: JobKey, effect: Effect) -> None:
         match effect:
-            case jobs.MarkWritten():
-                digest = self._digests.pop(job, None)
-                self.to_buffers.tell(SourceEvent(effect.staged, sources.Written(), digest))
             case jobs.MarkWriteEnded():
                 self._extents.pop(effect.staged, None)
                 self.to_buffers.tell(SourceEvent(effect.staged, sources.WriteEnded()))

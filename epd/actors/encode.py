@@ -13,12 +13,13 @@ from epd.actors.dedup import (
     ForwardUnwanted,
     ForwardWanted,
     JobNews,
+    ResultWritten,
     SubscriberGranted,
     SubscriberLeft,
     Subscription,
     WorkerTooSlow,
 )
-from epd.actors.staging_buffers import PinAnswer, PinAsked, UnpinAsked, sealed_nbytes
+from epd.actors.staging_buffers import PinAnswer, PinAsked, SourceEvent, UnpinAsked, sealed_nbytes
 from epd.encoders.base import Encoder
 from epd.forward.base import ForwardItem, ForwardWorker, ItemResult
 from epd.observe.log import log_transfer_ended
@@ -102,6 +103,7 @@ Mail = (
     | ForwardUnwanted
     | WorkerTooSlow
     | JobNews
+    | ResultWritten
     | PinAnswer
     | WorkerReady
     | BatchEnded
@@ -162,7 +164,7 @@ class EncodeActor(Actor[Mail]):
             | ForwardUnqueued
             | ForwardEnded
         ]
-        self.to_buffers: Ref[PinAsked | UnpinAsked]
+        self.to_buffers: Ref[PinAsked | UnpinAsked | SourceEvent]
 
     # -- mail --------------------------------------------------------------------------------
 
@@ -174,6 +176,8 @@ class EncodeActor(Actor[Mail]):
                 self._feed_subscriber(message.subscriber, _job_event(message))
             case PinAnswer():
                 self._feed_subscriber(message.subscriber, _pin_event(message))
+            case ResultWritten():
+                self.to_buffers.tell(message.written)
             case SessionOver():
                 for key in list(self._of_session.get(message.session, ())):
                     self._feed(key, machine.SessionEnded())

@@ -227,6 +227,18 @@ async def test_staging_that_is_full_evicts_what_nobody_reads() -> None:
         assert encoder.buffers.counts()["staged"] <= 2
 
 
+async def test_a_result_is_not_evicted_before_those_who_wait_for_it_could_pin_it() -> None:
+    """Else two jobs that wait for the one slot evict each other's results for ever."""
+    async with (
+        encoder_node(staging__regions=1, staging__region_nbytes=MIB) as encoder,
+        prefill_node(encoder.listen) as prefill,
+    ):
+        both = [synthetic_item(MIB - 1024 - 4 * number) for number in range(2)]
+        delivery = await prefill.encode(request("both", *both, deadline_s=10.0))
+        delivery.release()
+        assert encoder.dedup.forwards == 2
+
+
 async def test_a_plan_that_raises_or_cannot_be_fails_its_item_and_the_encoder_goes_on() -> None:
     config = load_config(None, {"role": "encoder", "data_plane": "shm"})
     async with (
