@@ -75,7 +75,7 @@ CONFIGURATIONS: Final = (
     Configuration(
         "mailboxes",
         "1 request, 1 encoder; messages between a node's actors wait in their mailboxes",
-        Setup((ONE,), ORDERED, 1, mailboxes=True),
+        Setup((ONE,), ORDERED, 1, mailboxes="both"),
     ),
     Configuration(
         "hostile",

@@ -61,6 +61,7 @@ def explore(
     level_end = 1
     complete = True
     found: Found | None = None
+    on_the_way: Found | None = None
     while index < len(states):
         if index == level_end:
             depth, level_end = depth + 1, len(states)
@@ -72,9 +73,13 @@ def explore(
         trail: tuple[Move, ...] = ()
         if violation is None and liveness:
             violation, trail = settle(world, state, settled, deadlines=deadlines)
+            if violation is not None and violation.invariant not in {"I3", "I4", "liveness"}:
+                # A shorter way to it is still to be found, if it needs no time-out that is out of bounds.
+                settled.add(state)
+                on_the_way = on_the_way or Found(violation, (*_trace(came, index), *trail))
+                violation = None
         if violation is not None:
             found = Found(violation, (*_trace(came, index), *trail))
-            complete = False
             break
         if max_states is not None and len(states) > max_states:
             complete = False
@@ -87,6 +92,8 @@ def explore(
                 states.append(after)
                 came.append((index, move))
         index += 1
+    found = found or on_the_way
+    complete = complete and found is None
     return Explored(len(states), transitions, depth, complete, monotonic() - started_s, found)
 
 

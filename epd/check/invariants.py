@@ -205,9 +205,8 @@ def i7_work_needs_room(view: View) -> Violation | None:
         written = {(source.staged, source.slot) for source in encoder.sources if source.writing}
         for forward in encoder.forwards:
             if forward not in written:
-                held = {source.slot for source in encoder.sources}
-                # One whose slot was given up under it is a matter of the source's reuse.
-                invariant = "I2" if forward[1] in held or forward[0] else "I7"
+                # Without a number it never had a slot; else it was given up under the forward.
+                invariant = "I2" if forward[0] else "I7"
                 return Violation(invariant, f"a forward writes into slot {forward[1]}, not reserved for it")
         if encoder.ungranted_forwards:
             return Violation("I7", f"job {encoder.ungranted_forwards[0]} took room without a grant")

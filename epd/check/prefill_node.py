@@ -107,7 +107,7 @@ class PrefillNode:
         """One input, and (unless mailboxes are explored) all that follows from it inside of the node."""
         handler: Callable[..., None] = getattr(self, "_on_" + words[0].replace("-", "_"))
         handler(*words[1:])
-        while self._mail and not self._setup.mailboxes:
+        while self._mail and self._setup.mailboxes not in {"prefill", "both"}:
             self._turn(0)
         return self.frozen(), tuple(self._sent)
 

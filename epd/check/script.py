@@ -19,7 +19,7 @@ a script is right if it comes out as it went in.
 
 `world` knows `requests=0,1+0@1/0@0` (requests by comma, parts by slash, kinds of pictures by plus, the
 encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `pool_slots`, `attempts`,
-and `mailboxes=yes`, `hostile=yes`.
+`mailboxes=prefill|encoder|both`, and `hostile=yes`.
 
 | command | what happens |
 |---|---|
@@ -42,7 +42,7 @@ and `mailboxes=yes`, `hostile=yes`.
 | `bad-media e0 s4 0` | the media of kind 0 that arrive are not those announced |
 | `job-timeout e0 0` | a job's deadline passes |
 | `part-deadline e0 s4 0 0` | that of part 0 of transfer 0 does, at the encoder |
-| `prefill-turn buffers`, `encoder-turn e0 dedup` | with `mailboxes=yes`: an actor takes its next message |
+| `prefill-turn buffers`, `encoder-turn e0 dedup` | with `mailboxes`: an actor takes its next message |
 | `settle` | one fair run without faults until nothing can happen (a `>` line per move, then its steps) |
 | `held` | everything that is held, or `nothing` |
 
@@ -112,10 +112,11 @@ def render_setup(setup: Setup) -> str:
         words.append("rows=" + ",".join(map(str, setup.rows)))
     words += [
         f"{name}={getattr(setup, name)}"
-        for name in ("encoders", "staging_slots", "pool_slots", "attempts")
+        for name in ("encoders", "staging_slots", "pool_slots", "attempts", "mailboxes")
         if getattr(setup, name) != getattr(default, name)
     ]
-    words += [f"{name}=yes" for name in ("mailboxes", "hostile") if getattr(setup, name)]
+    if setup.hostile:
+        words.append("hostile=yes")
     return " ".join(words)
 
 
@@ -127,7 +128,9 @@ def parse_setup(line: str) -> Setup:
         try:
             setup = setup._replace(**{name: _parse_value(name, value)})
         except ValueError:
-            raise ScriptError(f"{line!r}: {value!r} is no value of {name!r}") from None
+            raise ScriptError(
+                f"{line!r}: {value!r} is no value of {name!r}, or there is no such setting"
+            ) from None
     if not setup.requests:
         raise ScriptError(f"{line!r}: says no requests=")
     return setup
@@ -140,9 +143,11 @@ def _parse_value(name: str, value: str) -> Any:
         return tuple(map(int, value.split(",")))
     if name in {"encoders", "staging_slots", "pool_slots", "attempts"}:
         return int(value)
-    if name in {"mailboxes", "hostile"}:
-        return value == "yes"
-    raise ScriptError(f"no such setting: {name!r}")
+    if name == "mailboxes" and value in {"prefill", "encoder", "both"}:
+        return value
+    if name == "hostile" and value == "yes":
+        return True
+    raise ValueError
 
 
 def _parse_request(text: str) -> tuple[Part, ...]:

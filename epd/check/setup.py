@@ -21,9 +21,10 @@ class Setup(NamedTuple):
 
     `rows` has the rows (cells, pieces of a read) of each kind of picture; slots are counted, each
     holds any item. `faults` bounds how many things of the `kinds` of fault go wrong in one run,
-    early time-outs included. `mailboxes`: messages between a node's actors wait in their mailboxes
-    and arrive in any order that these allow; otherwise they arrive at once. `hostile`: messages may
-    be dropped, repeated and reordered. `broken` names rules of the nodes that are left out.
+    early time-outs included. `mailboxes`, `prefill`, `encoder` or `both`: in these nodes the
+    messages between actors wait in mailboxes and arrive in any order that these allow; otherwise at
+    once. `hostile`: messages may be dropped, repeated and reordered. `broken` names rules of the
+    nodes that are left out.
     """
 
     requests: tuple[tuple[Part, ...], ...]
@@ -34,7 +35,7 @@ class Setup(NamedTuple):
     staging_slots: int = 1
     pool_slots: int = 1
     attempts: int = 2
-    mailboxes: bool = False
+    mailboxes: str = ""
     hostile: bool = False
     broken: frozenset[str] = frozenset()
 

@@ -4,6 +4,7 @@ import pytest
 
 from epd.check.configurations import CONFIGURATIONS
 from epd.check.explorer import explore
+from epd.check.mutations import MUTATIONS, Mutation, run_mutation
 from epd.check.script import ScriptError, run, script_of
 from epd.check.setup import Part, Setup
 from epd.check.world import World
@@ -35,7 +36,7 @@ def test_a_trace_is_a_script_that_comes_out_as_it_went_in() -> None:
     ("script", "says"),
     [
         (["submit r0"], "line 1: 'submit r0' before `world`"),
-        (["world requests=x"], "line 1: 'world requests=x': 'x' is no value of 'requests'"),
+        (["world requests=x"], "line 1: 'world requests=x': 'x' is no value of 'requests', or"),
         (["world requests=0", "# fine", "take r0"], "line 3: 'take r0' cannot happen here; what can:"),
     ],
 )
@@ -50,3 +51,9 @@ def test_an_exploration_that_was_cut_short_is_not_complete() -> None:
     short = explore(World(Setup((((Part((0,)),)),), frozenset(), 0)), max_depth=3)
     assert whole.complete and not short.complete
     assert short.states < whole.states
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_seeded_bug_is_found_with_the_invariant_it_breaks(mutation: Mutation) -> None:
+    result = run_mutation(mutation)
+    assert result.found, f"{result.violation} after {result.states} states"
