@@ -124,6 +124,8 @@ class Config(_Table, frozen=True, kw_only=True):
     """For `/metrics`, `/healthz` and `/readyz`; 0: a free port. None: no port, and nothing is counted."""
     metrics_listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """The address or host name for `metrics_port`. It answers GET to whoever reaches it."""
+    spans: bool = False
+    """OpenTelemetry spans of requests and forwards; needs the extra `otel`."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, JSON elsewhere. Logs go to stderr."""
     verify: Literal["off", "seal", "checksum"] = "seal"
@@ -220,6 +222,8 @@ def _describe(info: inspect.Type) -> str:
             multiple = f", a multiple of {info.multiple_of:_}" if info.multiple_of else ""
             kind = "an integer" if isinstance(info, inspect.IntType) else "a number"
             return f"{kind} {low} to {info.le:_}{multiple}"
+        case inspect.BoolType():
+            return "true or false"
         case inspect.StrType():
             return "text that is not empty" if info.min_length else "text"
         case inspect.VarTupleType(item):

@@ -33,7 +33,7 @@ from epd.memory.pool import Pool
 from epd.memory.region import HOST
 from epd.observe.families import Sample, samples
 from epd.protocol import jobs, reads, slots
-from epd.protocol.errors import Busy
+from epd.protocol.errors import Busy, spans_need_the_extra
 from epd.protocol.ids import Incarnation, NodeId, SessionId
 from epd.protocol.messages import (
     AnyMessage,
@@ -65,6 +65,7 @@ from epd.runtime.actor import Actor
 from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
 from epd.runtime.links import Links
+from epd.runtime.machines import Observe
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.recorder import Recorder
 from epd.runtime.runtime import Runtime
@@ -73,6 +74,7 @@ from epd.runtime.timers import Timers
 
 if TYPE_CHECKING:
     from epd.runtime.monitor import Monitor
+    from epd.runtime.spans import Spans
 
 _log = structlog.get_logger()
 
@@ -103,6 +105,7 @@ class Node(ABC):
         self.clients: clients.ClientActor
         self.monitor: Monitor | None = None
         """Metrics and health; None without `metrics_port`."""
+        self._spans: Spans | None = None
 
     @property
     def data_plane(self) -> str:
@@ -150,6 +153,9 @@ class Node(ABC):
             self.node_id = NodeId(f"{self.role}-{platform.node()}-{port}")
         if self.config.metrics_port is not None:
             await self._start_monitor(self.config.metrics_port, stack)
+        if self.config.spans:
+            self._start_spans(stack)
+        self._watch_steps()
         if self.config.trace is not None:
             recorder = Recorder(self.config.trace, self.node_id, self.role, self.incarnation, timers)
             self.runtime.recorder = self.endpoint.recorder = recorder
@@ -171,9 +177,25 @@ class Node(ABC):
         monitor = Monitor(self.role, self.config.metrics_listen, port, self._can_serve, self._samples)
         self.monitor = monitor
         stack.push_async_callback(monitor.close)
-        observers = {kind: (observe,) for kind, observe in monitor.steps.observers.items()}
-        self.runtime.observers = observers
-        self.endpoint.observe(observers["session"])
+
+    def _start_spans(self, stack: contextlib.AsyncExitStack) -> None:
+        try:
+            from epd.runtime.spans import Spans
+        except ImportError as error:
+            raise spans_need_the_extra(error) from error
+        self._spans = Spans()
+        stack.callback(self._spans.close)
+
+    def _watch_steps(self) -> None:
+        watchers: dict[str, tuple[Observe, ...]] = {}
+        for observers in (
+            {} if self.monitor is None else self.monitor.steps.observers,
+            {} if self._spans is None else self._spans.observers,
+        ):
+            for kind, observe in observers.items():
+                watchers[kind] = (*watchers.get(kind, ()), observe)
+        self.runtime.observers = watchers
+        self.endpoint.observe(watchers.get("session", ()))
 
     def _note_failure(self, failure: "asyncio.Future[None]") -> None:
         if self.monitor is not None and not failure.cancelled() and failure.exception() is not None:
@@ -372,6 +394,8 @@ class PrefillNode(Node):
             max_open_requests=config.limits.max_open_requests,
             compares_digests=config.verify != "off",
         )
+        if self._spans is not None:
+            self.prefill.begin_span = self._spans.begin_request
         self.buffers.to_prefill = self.transfer.to_prefill = self.prefill.mailbox
         self.buffers.to_transfer = self.prefill.to_transfer = transfer_mailbox
         self.transfer.to_buffers = self.prefill.to_buffers = self.buffers.mailbox

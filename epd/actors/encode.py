@@ -244,7 +244,9 @@ class EncodeActor(Actor[Mail]):
             except EpdError as error:
                 refusal = error.as_value(number)
                 break
-        event = machine.RequestReceived(request.attempt, request.items, tuple(specs), deadline_s, refusal)
+        event = machine.RequestReceived(
+            request.attempt, request.items, tuple(specs), deadline_s, refusal, request.traceparent
+        )
         self._feed(key, event)
         if self._draining:
             self._feed(key, machine.DrainWanted())

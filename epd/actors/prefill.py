@@ -186,6 +186,8 @@ class PrefillActor(Actor[Mail]):
         self._draining = False
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
+        self.begin_span: Callable[[TransferId, str | None], str | None] = lambda _, traceparent: traceparent
+        """Gives the `traceparent` that a request's messages carry, from the caller's."""
         self.refused: dict[str, int] = {}
         """Requests that were refused at submit, by code."""
         self._when_idle: Callable[[], None] | None = None
@@ -293,9 +295,10 @@ class PrefillActor(Actor[Mail]):
         self._media.offer(transfer, request.items)
         plans = plan_parts(items, self.encoders.loads(), MAX_ITEMS_PER_PART)
         deadline_s = now_s + request.deadline_s
+        traceparent = self.begin_span(transfer, request.traceparent)
         self._feed(
             transfer,
-            t.Submitted(items, request.dtype, deadline_s, plans, request.traceparent),
+            t.Submitted(items, request.dtype, deadline_s, plans, traceparent),
         )
 
     def _take_room(self, answer: RoomAnswer) -> None:

@@ -67,6 +67,10 @@ async def serve(config: Config) -> int:
         loop.add_signal_handler(number, stop)
     node = EncoderNode(config) if config.role == "encoder" else PrefillNode(config)
     async with node:
+        if config.spans:
+            from epd.runtime.spans import export_spans
+
+            export_spans()
         _say_ready(node)
         # What exists now stays: without it each full collection would walk over it, for 0.1 s and more.
         gc.collect()

@@ -9,25 +9,22 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final
 
 from epd.observe.families import Histogram, Sample, known_code, samples
-from epd.protocol import encoder, jobs, prefill, session, slots, sources
+from epd.protocol import encoder, jobs, session, slots, sources
 from epd.protocol import prefill_types as t
 from epd.protocol.ids import ReadId
 from epd.protocol.machine import Effect, Event
 
-_TRANSFER_STATES: Final = {
-    "prefill": (
-        *("requested", "metadata", "buffer-registered", "forward-done"),
-        *("rdma-written", "consumed"),
-    ),
-    "encoder": ("metadata", "buffer-registered", "forward-done", "rdma-written"),
+_STATES: Final = ("requested", "metadata", "buffer-registered", "forward-done", "rdma-written", "consumed")
+_REQUESTED, _METADATA, _BUFFER_REGISTERED, _FORWARD_DONE, _RDMA_WRITTEN, _CONSUMED = range(6)
+_REACHED: Final[dict[type, int]] = {
+    t.Negotiating: _REQUESTED,
+    t.AwaitingRoom: _METADATA,
+    t.Filling: _BUFFER_REGISTERED,
+    t.Delivered: _RDMA_WRITTEN,
+    t.Consumed: _CONSUMED,
 }
-_ORDER: Final = {name: n for n, name in enumerate(_TRANSFER_STATES["prefill"])}
-_NAMES: Final[dict[type, str]] = {
-    t.AwaitingRoom: "metadata",
-    t.Delivered: "rdma-written",
-    t.Consumed: "consumed",
-}
-"""Of the states whose name is known without looking inside."""
+"""What a request has reached when it enters a state; the others are reached by an event or an effect.
+Asking `state_name` at every step would be the largest part of what metrics cost."""
 _POOL_STATES: Final = {"prefill": ("leased", "quarantined"), "encoder": ("writing", "pinned", "retained")}
 _JOB_STATES: Final[dict[type, str]] = {
     jobs.Unstarted: "unstarted",
@@ -42,12 +39,12 @@ _KNOWN_SESSIONS: Final = 1024
 
 
 class _Open:
-    """A transfer or part: the state people see, since when, and when it began."""
+    """A transfer or part: which of `_STATES` it has reached, since when, and when it began."""
 
-    __slots__ = ("entered_s", "name", "started_s")
+    __slots__ = ("entered_s", "reached", "started_s")
 
-    def __init__(self, name: str, now_s: float) -> None:
-        self.name = name
+    def __init__(self, reached: int, now_s: float) -> None:
+        self.reached = reached
         self.entered_s = self.started_s = now_s
 
 
@@ -66,9 +63,9 @@ class StepMetrics:
             "session": self.saw_session,
         }
         self._transfers: dict[Hashable, _Open] = {}
-        self._open_by_state = Counter(dict.fromkeys(_TRANSFER_STATES[role], 0))
+        self._open_by_state = [0] * len(_STATES)
         self._outcomes: Counter[str] = Counter()
-        self._phases = {state: Histogram() for state in _TRANSFER_STATES[role]}
+        self._phases = [Histogram() for _ in _STATES]
         self._durations = Histogram()
         self._retries = 0
         self._pool = Counter(dict.fromkeys(_POOL_STATES[role], 0))
@@ -92,19 +89,20 @@ class StepMetrics:
         self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
         entry = self._transfers.get(key)
-        if after is not before:
-            kind = type(after)
-            name = _NAMES.get(kind)
-            # Between its first read and its delivery a transfer has many steps, and one name.
-            if kind is t.Filling and entry is not None and entry.name == "forward-done":
-                name = entry.name
-            elif name is None and kind is not t.Ended and kind is not t.New:
-                name = prefill.state_name(after)
-            self._note_state(key, entry, name, now_s)
+        state = type(after)
+        if state is not type(before):
+            if state is t.Ended or state is t.New:
+                self._end(key, entry, now_s)
+            else:
+                self._reach(key, entry, _REACHED[state], now_s)
+        elif type(event) is t.MetadataReceived and after is not before:
+            self._reach(key, entry, _METADATA, now_s)
         for effect in effects:
             kind = type(effect)
             if kind is t.SendEncodeRequest:
                 self._retries += effect.attempt > 1  # type: ignore[attr-defined]  # its type was asked
+            elif kind is t.StartRead:
+                self._reach(key, entry, _FORWARD_DONE, now_s)
             elif kind is t.Deliver:
                 self._outcomes["delivered"] += 1
                 if entry is not None:
@@ -116,35 +114,41 @@ class StepMetrics:
         self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
         entry = self._transfers.get(key)
-        if after is not before:
-            name = encoder.state_name(after) if type(after) is encoder.Open else None
-            self._note_state(key, entry, name, now_s)
         for effect in effects:
-            if type(effect) is encoder.AttemptEnded:
-                self._outcomes[known_code(effect.outcome)] += 1
-                if effect.outcome == "received" and entry is not None:
+            kind = type(effect)
+            if kind is encoder.SendForwardDone:
+                self._reach(key, entry, _FORWARD_DONE, now_s)
+            elif kind is encoder.AttemptEnded:
+                outcome = effect.outcome  # type: ignore[attr-defined]  # its type was asked
+                self._outcomes[known_code(outcome)] += 1
+                if outcome == "received" and entry is not None:
                     self._durations.observe(now_s - entry.started_s)
+                self._end(key, entry, now_s)
+                entry = None
+        if type(after) is encoder.Open:
+            if type(event) is encoder.RequestReceived and entry is None:
+                self._reach(key, None, _METADATA, now_s)
+            elif type(event) is encoder.GrantReceived and after is not before:
+                self._reach(key, entry, _BUFFER_REGISTERED, now_s)
 
-    def _note_state(self, key: Hashable, entry: _Open | None, name: str | None, now_s: float) -> None:
-        """The state that people see is `name` now; None: it has ended.
-
-        The furthest one counts: items are read one by one, and another attempt starts from the first.
-        """
+    def _reach(self, key: Hashable, entry: _Open | None, reached: int, now_s: float) -> None:
+        """The furthest state counts: items are read one by one, another attempt starts from the first."""
         if entry is None:
-            if name is not None:
-                self._transfers[key] = _Open(name, now_s)
-                self._open_by_state[name] += 1
+            self._transfers[key] = _Open(reached, now_s)
+        elif entry.reached < reached:
+            self._open_by_state[entry.reached] -= 1
+            self._phases[entry.reached].observe(now_s - entry.entered_s)
+            entry.reached = reached
+            entry.entered_s = now_s
+        else:
             return
-        if name is not None and _ORDER[name] <= _ORDER[entry.name]:
-            return
-        self._open_by_state[entry.name] -= 1
-        self._phases[entry.name].observe(now_s - entry.entered_s)
-        if name is None:
+        self._open_by_state[reached] += 1
+
+    def _end(self, key: Hashable, entry: _Open | None, now_s: float) -> None:
+        if entry is not None:
+            self._open_by_state[entry.reached] -= 1
+            self._phases[entry.reached].observe(now_s - entry.entered_s)
             del self._transfers[key]
-            return
-        self._open_by_state[name] += 1
-        entry.name = name
-        entry.entered_s = now_s
 
     # -- memory and reads --------------------------------------------------------------------
 
@@ -234,17 +238,17 @@ class StepMetrics:
 
     def samples(self) -> Iterator[Sample]:
         """All of them, as they are now."""
-        yield from samples("epd_transfers_open", self._open_by_state)
-        yield from samples("epd_transfers", self._outcomes)
-        for state, histogram in self._phases.items():
+        for state, count, histogram in zip(_STATES, self._open_by_state, self._phases, strict=True):
+            yield Sample("epd_transfers_open", (state,), count)
             yield Sample("epd_transfer_phase_seconds", (state,), histogram)
+        yield from samples("epd_transfers", self._outcomes)
         yield Sample("epd_transfer_duration_seconds", (), self._durations)
         yield Sample("epd_retries", (), self._retries)
         yield from samples("epd_pool_bytes", self._pool)
         yield Sample("epd_read_aborts", (), self._aborts)
         yield Sample("epd_read_abort_to_terminal_seconds", (), self._to_terminal)
-        for labels, count in list(self._mismatches.items()):
-            yield Sample("epd_read_mismatches", labels, count)
+        for labels, mismatches in list(self._mismatches.items()):
+            yield Sample("epd_read_mismatches", labels, mismatches)
         yield from samples("epd_jobs", self._jobs)
         yield Sample("epd_shared_jobs", (), self._shared)
         yield from samples("epd_forwards", self._forwards)

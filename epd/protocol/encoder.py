@@ -96,6 +96,8 @@ class RequestReceived(Event):
     specs: tuple[EmbeddingSpec, ...]
     deadline_s: float
     refusal: ErrorValue | None = None
+    traceparent: str | None = None
+    """Changes nothing here; for whoever watches the steps."""
 
 
 class GrantReceived(Event):

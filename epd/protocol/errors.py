@@ -191,3 +191,9 @@ BY_CODE: dict[str, type[EpdError]] = _all_errors(EpdError)
 def error_from_value(value: ErrorValue) -> EpdError:
     """The exception for an error that travelled; unknown codes become `EpdError`."""
     return BY_CODE.get(value.code, EpdError)(value.message, item=value.item)
+
+
+def spans_need_the_extra(error: ImportError) -> ConfigError:
+    """What to say where `spans` is set and OpenTelemetry cannot be imported."""
+    message = f"spans: true given, which needs the extra: pip install 'epd[otel]' ({error})"
+    return ConfigError(message, key="spans", given="true", allowed="false")

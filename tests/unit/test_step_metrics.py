@@ -1,5 +1,7 @@
 """What is counted of the machines' steps, with the machines themselves, and how it is shown."""
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,13 @@ from epd.protocol.errors import ReadFailed
 from epd.protocol.ids import Attempt, LeaseId, Part, ReadId, RegionId, Seal, SessionId
 from epd.protocol.machine import Event
 from epd.protocol.messages import ErrorValue, Source
+from epd.protocol.registry import MACHINES
+from epd.protocol.trace import LimitsRecord, Record, TraceReader
 from epd.runtime.machines import MachineTable
 from epd.runtime.timers import Timers
 
 LEASE, SESSION = LeaseId(1), SessionId(77)
+TRACES = Path(__file__).parents[1] / "traces" / "0.1.0"
 ADDRESS = "tcp://127.0.0.1:7101"
 
 
@@ -116,18 +121,56 @@ def test_a_code_that_a_peer_made_up_is_no_label() -> None:
     assert value(metrics, "epd_sessions_ended", "other") == 1
 
 
+def records(path: Path) -> list[Record]:
+    with path.open("rb") as file:
+        return list(TraceReader(file.read))
+
+
+@pytest.mark.parametrize("name", ["encoder", "prefill"])
+def test_the_states_of_a_recorded_run_are_those_that_people_see(name: str) -> None:
+    module: Any = MACHINES[name].module
+    metrics = StepMetrics(name)
+    states: dict[Any, Any] = {}
+    seen: dict[Any, set[str]] = {}
+    steps = 0
+    for record in records(TRACES / f"shm-{name}.trace"):
+        if isinstance(record, LimitsRecord) and record.kind == name:
+            limits = MACHINES[name].decode_limits(record.limits)
+        elif not isinstance(record, LimitsRecord) and record.kind == name:
+            event = MACHINES[name].decode_event(record.event)
+            before = states.get(record.key, module.INITIAL)
+            after, effects = module.step(before, event, record.now_s, limits)
+            metrics.observers[name](record.key, before, after, event, record.now_s, effects)
+            states[record.key] = module.INITIAL if after.final else after
+            if type(after) is not type(module.INITIAL) and not after.final:
+                seen.setdefault(record.key, set()).add(module.state_name(after))
+            steps += 1
+    assert steps > 30
+    counted = {
+        sample.labels[0]: sum(sample.value.counts)
+        for sample in metrics.samples()
+        if sample.family == "epd_transfer_phase_seconds" and isinstance(sample.value, Histogram)
+    }
+    expected = Counter(state for names in seen.values() for state in names)
+    assert counted == {state: expected.get(state, 0) for state in counted}
+    assert metrics._transfers == {}
+    assert all(s.value == 0 for s in metrics.samples() if s.family == "epd_transfers_open")
+
+
 def test_every_ended_part_leaves_the_open_gauge_and_nothing_behind() -> None:
     metrics = StepMetrics("encoder")
     opened = encoder.Open(Attempt(1), (), (encoder.Waiting(),), None, 9.0)
     granted = encoder.Open(Attempt(1), (), (encoder.Waiting(),), LeaseId(5), 9.0)
-    metrics.saw_encoder("key", encoder.Idle(), opened, Event(), 1.0, ())
+    asked = encoder.RequestReceived(Attempt(1), (), (), 9.0)
+    metrics.saw_encoder("key", encoder.Idle(), opened, asked, 1.0, ())
     assert value(metrics, "epd_transfers_open", "metadata") == 1
-    metrics.saw_encoder("key", opened, granted, Event(), 1.5, ())
+    grant = encoder.GrantReceived(Attempt(1), LeaseId(5))
+    metrics.saw_encoder("key", opened, granted, grant, 1.5, ())
     assert value(metrics, "epd_transfers_open", "buffer-registered") == 1
     ended = (encoder.AttemptEnded(Attempt(1), "received"),)
     metrics.saw_encoder("key", granted, encoder.Idle(), Event(), 4.0, ended)
     open_now = [s.value for s in metrics.samples() if s.family == "epd_transfers_open"]
-    assert (open_now, metrics._transfers) == ([0, 0, 0, 0], {})
+    assert (open_now, metrics._transfers) == ([0] * 6, {})
     assert value(metrics, "epd_transfer_phase_seconds", "metadata").sum == 0.5
     assert value(metrics, "epd_transfer_phase_seconds", "buffer-registered").sum == 2.5
     assert value(metrics, "epd_transfer_duration_seconds").sum == 3.0
