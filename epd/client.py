@@ -32,6 +32,7 @@ from epd.protocol.wire import MAX_ITEMS_PER_PART, PROTOCOL_VERSION
 from epd.request import ImageItem
 from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
+from epd.runtime.keys import Security
 from epd.runtime.timers import Timers
 
 
@@ -63,11 +64,12 @@ class NodeClient:
     """One session of role `client`. Use as an async context manager.
 
     Entering raises `PeerUnreachable` or `SessionRejected`; requests that are open when the session
-    ends raise `SessionLost`.
+    ends raise `SessionLost`. `security` is needed where the node has keys: see `security_for`.
     """
 
-    def __init__(self, address: str, *, connect_s: float = 5.0) -> None:
+    def __init__(self, address: str, *, connect_s: float = 5.0, security: Security | None = None) -> None:
         self.address = address
+        self._security = security
         self._connect_s = connect_s
         self._endpoint: Endpoint
         self._session: SessionId | None = None
@@ -90,6 +92,7 @@ class NodeClient:
             recorder=None,
             handler=self,
             max_peers=1,
+            security=self._security,
         )
         self._outgoing = OutgoingMedia(self._endpoint)
         try:

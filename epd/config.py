@@ -5,7 +5,6 @@ A setting comes from a TOML file or from overrides (the command line's), under o
 """
 
 import difflib
-import ipaddress
 import os
 import re
 import tomllib
@@ -18,7 +17,7 @@ from msgspec import Meta, inspect
 from epd.encoders.media import MAX_PIXELS, MAX_PIXELS_EVER, PictureRules
 from epd.protocol.errors import ConfigError
 from epd.protocol.wire import MAX_ITEMS_PER_PART
-from epd.runtime.addresses import is_numeric, parse_address
+from epd.runtime.addresses import is_loopback, is_wildcard, parse_address
 
 MIB: Final = 1024 * 1024
 
@@ -87,6 +86,17 @@ class PicturesConfig(_Table, frozen=True, kw_only=True):
         return PictureRules(max_pixels=self.max_pixels, background=(red, green, blue))
 
 
+class SecurityConfig(_Table, frozen=True, kw_only=True):
+    """CURVE on both lanes: everything is encrypted, and only peers with a known key come in."""
+
+    secret_key: str | None = None
+    """This node's secret key: a file of `epd keygen` that only its owner can read. None: no CURVE."""
+    peers: str | None = None
+    """A TOML file that says which key may be which peer (see `epd.runtime.keys`)."""
+    trusted_network: bool = False
+    """Whoever reaches this host may read what its Mooncake engine exports, keys or not."""
+
+
 class Limits(_Table, frozen=True, kw_only=True):
     media_nbytes: Annotated[int, Meta(ge=1, le=2**40)] = 256 * MIB
     """Media bytes a node holds at once, received or asked for."""
@@ -107,9 +117,11 @@ class Config(_Table, frozen=True, kw_only=True):
     node: str | None = None
     """For people, in logs and traces; None: `ROLE-HOST-PORT`."""
     listen: str = "tcp://127.0.0.1:0"
-    """The control lane, `tcp://HOST:PORT`; port 0: the system chooses. Loopback only."""
+    """The control lane, `tcp://HOST:PORT`; port 0: the system chooses. Without keys loopback only."""
     media_listen: str = "tcp://127.0.0.1:0"
-    """The media lane; peers are told. Loopback only."""
+    """The media lane; peers are told. Without keys loopback only."""
+    insecure: bool = False
+    """Listen on other addresses than loopback without keys: whoever reaches them is served."""
     encoders: tuple[str, ...] = ()
     """Whom a prefill node dials."""
     data_plane: Literal["auto", "mooncake", "shm"] = "auto"
@@ -142,6 +154,12 @@ class Config(_Table, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     pictures: PicturesConfig = PicturesConfig()
     limits: Limits = Limits()
+    security: SecurityConfig = SecurityConfig()
+
+    def plane_host(self) -> str:
+        """The address by which the data planes of peers reach this node's."""
+        host = parse_address(self.listen, to_bind=True).host
+        return "127.0.0.1" if is_loopback(host) else host
 
     def worker_threads(self) -> int:
         """Threads of one forward: as configured, or half of the processors this process may use. The
@@ -302,9 +320,35 @@ def _unknown(key: str) -> ConfigError:
 def _listens_on_loopback(config: Config) -> None:
     for key, text in (("listen", config.listen), ("media_listen", config.media_listen)):
         host = parse_address(text, key=key, to_bind=True).host
-        if host != "localhost" and not (is_numeric(host) and ipaddress.ip_address(host).is_loopback):
-            allowed = "a loopback address such as tcp://127.0.0.1:0: nobody is authenticated yet"
+        if not is_loopback(host) and config.security.secret_key is None and not config.insecure:
+            allowed = (
+                "a loopback address such as tcp://127.0.0.1:0, or any with security.secret_key "
+                "(or insecure = true, which serves whoever comes)"
+            )
             raise _wrong(key, repr(text), allowed)
+
+
+def _exposes_mooncake_knowingly(config: Config) -> None:
+    host = parse_address(config.listen, key="listen", to_bind=True).host
+    media_host = parse_address(config.media_listen, key="media_listen", to_bind=True).host
+    if config.data_plane == "shm" or (is_loopback(host) and is_loopback(media_host)):
+        return
+    if not (config.security.trusted_network or config.insecure):
+        allowed = (
+            "'shm', or security.trusted_network = true: Mooncake's own ports authenticate nobody and let "
+            "whoever reaches them read what is exported"
+        )
+        raise _wrong("data_plane", f"{config.data_plane!r} beside listen {config.listen!r}", allowed)
+    if is_wildcard(host):
+        allowed = "one address by which peers reach this host, as Mooncake announces it"
+        raise _wrong("listen", repr(config.listen), allowed)
+
+
+def _knows_keys_of_both_sides(config: Config) -> None:
+    security = config.security
+    if (security.secret_key is None) != (security.peers is None):
+        key = "peers" if security.peers is None else "secret_key"
+        raise _wrong(f"security.{key}", "nothing", "a file: secret_key and peers belong together")
 
 
 def _dials_whom_its_role_needs(config: Config) -> None:
@@ -358,7 +402,9 @@ def _holds_media_of_its_largest_item(config: Config) -> None:
 
 
 _RULES: Final[tuple[Callable[[Config], None], ...]] = (
+    _knows_keys_of_both_sides,
     _listens_on_loopback,
+    _exposes_mooncake_knowingly,
     _dials_whom_its_role_needs,
     _runs_on_a_known_device,
     _has_a_background,

@@ -33,7 +33,7 @@ from epd.memory.pool import Pool
 from epd.memory.region import HOST
 from epd.observe.families import Sample, samples
 from epd.protocol import jobs, reads, slots
-from epd.protocol.errors import Busy, spans_need_the_extra
+from epd.protocol.errors import Busy, ConfigError, spans_need_the_extra
 from epd.protocol.ids import Incarnation, NodeId, SessionId
 from epd.protocol.messages import (
     AnyMessage,
@@ -64,6 +64,7 @@ from epd.request import Delivery, EmbeddingRequest
 from epd.runtime.actor import Actor
 from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
+from epd.runtime.keys import Security, read_peers, read_secret_key
 from epd.runtime.links import Links
 from epd.runtime.machines import Observe
 from epd.runtime.mailbox import Mailbox
@@ -92,8 +93,9 @@ class Node(ABC):
         self.node_id = NodeId(config.node or "")
         self.listen = ""
         self._open_plane = open_plane_with or (
-            lambda: open_plane(config.data_plane, "127.0.0.1", config.device)
+            lambda: open_plane(config.data_plane, config.plane_host(), config.device)
         )
+        self.security = _load_security(config)
         self._exit = contextlib.AsyncExitStack()
         self._actors: list[Actor[Any]] = []
         self._client_sessions: set[SessionId] = set()
@@ -145,6 +147,7 @@ class Node(ABC):
             handler=self,
             max_peers=self.config.limits.max_peers,
             on_error=supervisor.fail,
+            security=self.security,
         )
         stack.push_async_callback(self.endpoint.close_all, 1.0)
         self.listen = self.endpoint.bind(self.config.listen, self.config.media_listen, accept=False)
@@ -648,6 +651,19 @@ def make_worker(config: Config, device: str) -> ForwardWorker:
     if device == HOST:
         return ProcessWorker(config.model, threads, batch_items, rules)
     return ThreadWorker(config.model, device, threads, batch_items, rules)
+
+
+def _load_security(config: Config) -> Security | None:
+    """Raises `ConfigError` for a file that cannot be used, or an encoder without a key."""
+    files = config.security
+    if files.secret_key is None or files.peers is None:
+        return None
+    security = Security(read_secret_key(files.secret_key), read_peers(files.peers))
+    for address in config.encoders:
+        if security.peers.key_at(address) is None:
+            message = f"security.peers: {files.peers}: no entry has {address} of encoders in its addresses"
+            raise ConfigError(message, key="security.peers", given=address)
+    return security
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -15,6 +15,7 @@ _COMMANDS: Final = {
     "demo": ("epd.cli.demo", "demo_command"),
     "model-check": ("epd.cli.model_check", "model_check_command"),
     "doctor": ("epd.cli.doctor", "doctor_command"),
+    "keygen": ("epd.cli.keygen", "keygen_command"),
     "replay": ("epd.cli.replay", "replay_command"),
     "send": ("epd.cli.send", "send_command"),
 }

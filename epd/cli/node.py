@@ -18,6 +18,7 @@ from epd.config import Config, load_config
 from epd.node import EncoderNode, PrefillNode
 from epd.observe.log import configure_logging
 from epd.protocol.errors import ConfigError, DataPlaneError
+from epd.runtime.addresses import is_loopback, parse_address
 
 _log = structlog.get_logger()
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -36,9 +37,12 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 @click.option(
     "--metrics-port", metavar="N", type=int, help="For /metrics, /healthz and /readyz; 0: a free one."
 )
+@click.option(
+    "--insecure", is_flag=True, default=None, help="Listen beyond loopback without keys: serves anybody."
+)
 @click.option("--trace", metavar="FILE", help="Record every step of every machine.")
 @click.option("--log-format", metavar="auto|json|console", help="Logs go to standard error.")
-def node_command(config_file: str | None, encoders: str | None, **flags: str | int | None) -> int:
+def node_command(config_file: str | None, encoders: str | None, **flags: str | int | bool | None) -> int:
     """Run an encoder or a prefill node until SIGTERM, which drains it; a second one stops it at once.
 
     Prints one JSON line on standard output when ready.
@@ -112,12 +116,32 @@ def _say_ready(node: EncoderNode | PrefillNode) -> None:
         "role": node.role,
         "data_plane": node.data_plane,
         "pid": os.getpid(),
+        "security": security_of(node),
         "metrics": None if node.monitor is None else node.monitor.url,
     }
     with contextlib.suppress(OSError):  # nobody reads our output: not a reason to stop serving
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
     _log.info("ready", **{key: value for key, value in ready.items() if key != "event"})
+    if ready["security"] == "insecure":
+        _log.warning(
+            "INSECURE: nobody is authenticated, nothing is encrypted: whoever reaches this address is served",
+            listen=node.listen,
+        )
+    if node.data_plane.startswith("mooncake"):
+        _log.warning(
+            "Mooncake listens on every interface and lets whoever reaches its ports read what is exported",
+            segment=node.plane.segment,
+        )
+
+
+def security_of(node: EncoderNode | PrefillNode) -> str:
+    """`curve`; without keys `loopback`, or `insecure` if other hosts can come."""
+    if node.security is not None:
+        return "curve"
+    addresses = (node.config.listen, node.config.media_listen)
+    alone = all(is_loopback(parse_address(address, to_bind=True).host) for address in addresses)
+    return "loopback" if alone else "insecure"
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from epd.protocol.errors import (
 )
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, ItemOutcome, WantedDType
 from epd.request import ImageItem
+from epd.runtime.keys import Security, read_public_key, read_secret_key, security_for
 
 
 class Sent(NamedTuple):
@@ -54,10 +55,13 @@ class Options(NamedTuple):
     deadline_s: float
     dtype: WantedDType
     save: Path | None
+    security: Security | None
 
 
 @click.command("send")
 @click.option("--to", "address", required=True, metavar="tcp://PREFILL", help="The prefill node's address.")
+@click.option("--key", "key_file", metavar="FILE", help="Our secret key (epd keygen), if the node has keys.")
+@click.option("--server-key", metavar="KEY|FILE", help="The node's public key, or its file; with --key.")
 @click.option("--save", type=click.Path(file_okay=False, path_type=Path), help="Save .safetensors here.")
 @click.option("--together", is_flag=True, help="One request for all files: all or none.")
 @click.option("--concurrency", type=click.IntRange(1, 4096), default=16, show_default=True)
@@ -69,6 +73,8 @@ class Options(NamedTuple):
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=str))
 def send_command(
     address: str,
+    key_file: str | None,
+    server_key: str | None,
     save: Path | None,
     together: bool,
     concurrency: int,
@@ -81,7 +87,7 @@ def send_command(
 
     Exit status: 0 all delivered, 1 some failed, 2 the node cannot be reached.
     """
-    options = Options(deadline, dtype or "model", save)
+    options = Options(deadline, dtype or "model", save, _security(address, key_file, server_key))
     groups = [images] if together else [(image,) for image in images]
     if save is not None:
         _make_folder(save)
@@ -99,12 +105,22 @@ def send_command(
     return 0 if ok else 1
 
 
+def _security(address: str, key_file: str | None, server_key: str | None) -> Security | None:
+    """Raises `ConfigError` for a key that cannot be used."""
+    if key_file is None and server_key is None:
+        return None
+    if key_file is None or server_key is None:
+        raise ConfigError("--key and --server-key belong together", key="key")
+    keys = read_secret_key(key_file, key="--key")
+    return security_for(keys, address, read_public_key(server_key, key="--server-key"))
+
+
 async def _send_all(
     address: str, groups: Sequence[Sequence[str]], concurrency: int, options: Options
 ) -> list[Sent]:
     """As many requests at a time as `concurrency` says, files opened when it is their turn."""
     results: list[list[Sent]] = [[] for _ in groups]
-    async with NodeClient(address) as client:
+    async with NodeClient(address, security=options.security) as client:
         turns = iter(enumerate(groups))
 
         async def work() -> None:

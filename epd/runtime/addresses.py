@@ -60,6 +60,11 @@ def is_numeric(host: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach it; a name other than `localhost` may mean anything."""
+    return host == "localhost" or (is_numeric(host) and ipaddress.ip_address(host).is_loopback)
+
+
 def is_wildcard(host: str) -> bool:
     """Whether the host means every interface, which nobody can dial."""
     return is_numeric(host) and ipaddress.ip_address(host).is_unspecified

@@ -6,7 +6,6 @@ of the monitor settles the attempt; after that `DISCONNECTED` is the loss, about
 """
 
 import asyncio
-import struct
 from collections.abc import Callable
 from typing import Final
 
@@ -18,18 +17,24 @@ from epd.protocol.machine import Event
 from epd.protocol.session import ConnectionLost
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address, is_wildcard, resolve
-from epd.runtime.lanes import LaneOwner, LaneSocket, SendResult, apply_options, routing_id_of
+from epd.runtime.curve import apply_dialler
+from epd.runtime.keys import KeyPair, Security
+from epd.runtime.lanes import (
+    HANDSHAKE_FAILURES,
+    MONITOR_EVENT,
+    LaneOwner,
+    LaneSocket,
+    SendResult,
+    apply_options,
+    routing_id_of,
+)
 from epd.runtime.peers import Session
 
-_EVENT: Final = struct.Struct("=HI")
 _UP: Final = 4096  # HANDSHAKE_SUCCEEDED; CONNECTED proves nothing: a stopped process's kernel accepts too
 _LOST: Final = {
     128: "connection refused",  # CLOSED
     512: "connection lost",  # DISCONNECTED
-    2048: "handshake failed",  # HANDSHAKE_FAILED_NO_DETAIL
-    8192: "handshake failed: not our protocol",  # HANDSHAKE_FAILED_PROTOCOL
-    16384: "handshake failed: not admitted",  # HANDSHAKE_FAILED_AUTH
-}
+} | HANDSHAKE_FAILURES
 _MASK: Final = _UP | sum(_LOST)
 
 
@@ -44,6 +49,7 @@ class DialledLane(LaneSocket):
         session: SessionId,
         handshake_s: float,
         owner: LaneOwner,
+        curve: tuple[KeyPair, str] | None = None,
     ) -> None:
         """Begins to connect to a numeric address. Raises `zmq.ZMQError` (out of descriptors)."""
         self.address = address
@@ -54,6 +60,8 @@ class DialledLane(LaneSocket):
         registered = False
         try:
             apply_options(socket, lane, address, handshake_s)
+            if curve is not None:
+                apply_dialler(socket, *curve)
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
             socket.setsockopt(zmq.ROUTING_ID, routing_id_of(session))
@@ -112,7 +120,7 @@ class DialledLane(LaneSocket):
         """Drain the monitor (an unread one stops the whole context), up to a loss; why, or nothing."""
         while self._monitor is not None:
             try:
-                event, _value = _EVENT.unpack(self._monitor.recv_multipart(zmq.DONTWAIT)[0])
+                event, _value = MONITOR_EVENT.unpack(self._monitor.recv_multipart(zmq.DONTWAIT)[0])
             except zmq.Again:
                 break
             if event == _UP:
@@ -136,6 +144,7 @@ class Dialler:
         owner: LaneOwner,
         feed: Callable[[SessionId, Event], None],
         flush: Callable[[Session], None],
+        security: Security | None = None,
     ) -> None:
         self.lanes: dict[LaneSocket, Session] = {}
         self._context = context
@@ -143,6 +152,7 @@ class Dialler:
         self._owner = owner
         self._feed = feed
         self._flush = flush
+        self._security = security
 
     def dial(self, session: Session, lane: Lane, address: Address) -> None:
         """Resolve, then try one number after the other; `release` ends it.
@@ -188,7 +198,10 @@ class Dialler:
     def _connect_next(self, session: Session, lane: Lane) -> None:
         address = session.candidates.pop(0)
         try:
-            dialled = DialledLane(self._context, lane, address, session.id, self._handshake_s, self._owner)
+            curve = None if self._security is None else (self._security.keys, session.key)
+            dialled = DialledLane(
+                self._context, lane, address, session.id, self._handshake_s, self._owner, curve
+            )
         except zmq.ZMQError as error:
             self._feed(session.id, ConnectionLost(lane, f"{address}: {error}"))
             return

@@ -17,7 +17,7 @@ from typing import Any, Final, assert_never
 import msgspec
 
 from epd.protocol import session as machine
-from epd.protocol.errors import MAX_MESSAGE_CHARS, Busy, ConfigError, Draining
+from epd.protocol.errors import MAX_MESSAGE_CHARS, Busy, ConfigError, Draining, SessionRejected
 from epd.protocol.ids import NodeId, SessionId
 from epd.protocol.machine import Ignored
 from epd.protocol.messages import ControlMessage, Goodbye, Hello, MediaMessage, Rejected, Welcome
@@ -46,9 +46,11 @@ from epd.protocol.session import (
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address, parse_address, resolve_to_bind
 from epd.runtime.clock import Clock
+from epd.runtime.curve import Authenticator
 from epd.runtime.dialler import Dialler
 from epd.runtime.flusher import Flusher, Probe
 from epd.runtime.intake import Intake
+from epd.runtime.keys import Security
 from epd.runtime.lanes import LaneSocket, ListeningLane, open_context, routing_id_of
 from epd.runtime.machines import MachineTable, Observe, StepRecorder
 from epd.runtime.outbox import last_word
@@ -82,6 +84,7 @@ class Endpoint:
         handler: SessionHandler,
         max_peers: int = 256,
         on_error: Callable[[Exception], None] | None = None,
+        security: Security | None = None,
     ) -> None:
         """Raises `ConfigError` if `max_peers` needs more open files than there may be."""
         self.on_error = on_error
@@ -92,13 +95,20 @@ class Endpoint:
         self._handler = handler
         self._max_peers = max_peers
         self._loop = asyncio.get_running_loop()
+        self._security = security
         self._context = open_context(max_peers)
+        # Before any listener is bound: those who came earlier would all be refused.
+        self._authenticator = (
+            None if security is None else Authenticator(self._context, security.peers, self.lane_failed)
+        )
         self._table = MachineTable("session", machine, limits, clock, timers, recorder, self._perform)
         self._sessions: dict[SessionId, Session] = {}
         self._dials = 0
         self._listening: dict[Lane, ListeningLane] = {}
         self._flusher = Flusher(clock, timers, self._lose, self._tell_writable, self.lane_failed)
-        self._dialler = Dialler(self._context, limits.connect_s, self, self._table.feed, self._flusher.later)
+        self._dialler = Dialler(
+            self._context, limits.connect_s, self, self._table.feed, self._flusher.later, security
+        )
         self._intake = Intake(
             self._table,
             self._sessions,
@@ -172,12 +182,17 @@ class Endpoint:
     def dial(self, address: str) -> SessionId:
         """Begin a session with the node that listens there; the handler is told how it went.
 
-        Raises `ConfigError` for a malformed address, `Busy` at `max_peers` or when closing.
+        Raises `ConfigError` for a malformed address or one that has no key, `Busy` at `max_peers` or
+        when closing.
         """
         parsed = parse_address(address, key="address")
+        key = "" if self._security is None else self._security.peers.key_at(address)
+        if key is None:
+            raise ConfigError(f"security.peers: no key for {address}", key="security.peers", given=address)
         if self._closing is not None or len(self._sessions) >= self._max_peers:
             raise Busy(f"{len(self._sessions)} sessions, at most {self._max_peers}", address=address)
         session = Session(SessionId(secrets.randbits(64)), address, self._sent)
+        session.key = key
         self._sessions[session.id] = session
         self._table.feed(session.id, Dialled(address))
         self._dials += 1
@@ -270,19 +285,26 @@ class Endpoint:
 
     # -- sessions ----------------------------------------------------------------------------
 
-    def _greet(self, session_id: SessionId, hello: Hello) -> bool:
+    def _greet(self, session_id: SessionId, hello: Hello, key: str) -> bool:
         """A stranger's `Hello`: the node's older sessions end first, whatever comes of this one.
 
         False, and nothing ends, if it was overtaken by the `Hello` of a session that is in force.
         """
-        if any(session.is_open and session.overtook(hello) for session in self._sessions.values()):
+        refusal = self._refusal(key, hello)
+        if refusal:
+            self._intake.rejected["forged_hello"] += 1
+            self._answer(session_id, Rejected(SessionRejected.code, refusal))
+            return True
+        theirs = [session for session in self._sessions.values() if session.key == key]
+        if any(session.is_open and session.overtook(hello) for session in theirs):
             return False
-        self._end_older(hello.node)
+        self._end_older(hello.node, key)
         room = len(self._sessions) < self._max_peers
         session = Session(session_id, "", self._sent)
         session.control = self._listening[Lane.CONTROL]
         session.media = self._listening[Lane.MEDIA]
         session.greeting = hello
+        session.key = key
         self._sessions[session_id] = session
         self._table.feed(session_id, HelloReceived(self._hello(), hello, room, self._draining))
         if session.peer is None:
@@ -291,13 +313,24 @@ class Endpoint:
             session.close()
         return True
 
+    def _refusal(self, key: str, word: Hello | Welcome) -> str:
+        """Why whoever holds this key may not say this of itself; empty: it may."""
+        if self._security is None:
+            return ""
+        return self._security.peers.refusal(key, word.role, word.node)[:MAX_MESSAGE_CHARS]
+
     def _welcome(self, session: Session, welcome: Welcome) -> None:
-        self._end_older(welcome.node)
+        refusal = self._refusal(session.key, welcome)
+        if refusal:
+            self._intake.rejected["forged_hello"] += 1
+            self._table.feed(session.id, CloseWanted(SessionRejected.code, refusal))
+            return
+        self._end_older(welcome.node, session.key)
         session.greeting = welcome
         self._table.feed(session.id, WelcomeReceived(self._hello(), welcome))
 
-    def _end_older(self, node: NodeId) -> None:
-        peers = [(s.id, s.peer) for s in self._sessions.values() if s.is_open]
+    def _end_older(self, node: NodeId, key: str) -> None:
+        peers = [(s.id, s.peer) for s in self._sessions.values() if s.is_open and s.key == key]
         for session, peer in peers:
             if peer is not None and peer.node == node:
                 self._table.feed(session, Replaced())
@@ -405,6 +438,10 @@ class Endpoint:
         """Called by a lane."""
         self._dialler.lost(lane, reason)
 
+    def lane_refused(self, lane: LaneSocket, reason: str) -> None:
+        """Called by a listening lane: a stranger without our protocol, or without keys that fit."""
+        self._intake.rejected["handshake"] += 1
+
     def lane_failed(self, error: Exception) -> None:
         """Called by a lane, for what a handler raised."""
         if self.on_error is not None:
@@ -414,7 +451,8 @@ class Endpoint:
         self._loop.call_exception_handler(context)
 
     def _listen(self, lane: Lane, address: Address) -> ListeningLane:
-        return ListeningLane(self._context, lane, address, self._limits.connect_s, self)
+        keys = None if self._security is None else self._security.keys
+        return ListeningLane(self._context, lane, address, self._limits.connect_s, self, keys)
 
     def _dial_media(self, session: Session, text: str) -> None:
         try:
@@ -441,6 +479,8 @@ class Endpoint:
         for listening in self._listening.values():
             listening.close()
         self._listening.clear()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._flusher.close()
         for probe in self._probes.values():
             probe.close()

@@ -15,6 +15,7 @@ from epd.protocol.ids import SessionId
 from epd.protocol.messages import AnyMessage, Goodbye, Heartbeat, Hello, Rejected, Welcome
 from epd.protocol.session import OUTSIDE, BodyMalformed, FrameReceived, RejectedReceived
 from epd.protocol.wire import HEADER_NBYTES, Frame, Lane, decode_body, open_frame
+from epd.runtime.curve import peer_key
 from epd.runtime.lanes import routing_id_of
 from epd.runtime.machines import MachineTable
 from epd.runtime.peers import Session, SessionHandler
@@ -26,7 +27,7 @@ _INSIDE: Final = frozenset({Hello, Welcome, Rejected, Heartbeat})
 class Intake:
     """How frames become events.
 
-    `greet(session, hello)` makes a session of a stranger's `Hello`, or says that it came too late;
+    `greet(session, hello, key)` makes a session of a stranger's `Hello`, or says that it came too late;
     `welcome(session, welcome)` opens one of ours; `answer(session, rejected)` answers on a listener's
     control lane; `media_ready(session)`: the dialler's media lane has come, what is queued may go.
     """
@@ -36,7 +37,7 @@ class Intake:
         table: MachineTable,
         sessions: Mapping[SessionId, Session],
         handler: SessionHandler,
-        greet: Callable[[SessionId, Hello], bool],
+        greet: Callable[[SessionId, Hello, str], bool],
         welcome: Callable[[Session, Welcome], None],
         answer: Callable[[SessionId, Rejected], None],
         media_ready: Callable[[Session], None],
@@ -67,10 +68,13 @@ class Intake:
                     self._answer(session, Rejected(SessionRejected.code, error.message))
             return
         known = self._sessions.get(frame.session)
-        if routing_id != routing_id_of(frame.session) or (known is not None and known.dialled):
+        key = peer_key(parts[1])
+        if routing_id != routing_id_of(frame.session) or (
+            known is not None and (known.dialled or known.key != key)
+        ):
             self.rejected["stranger"] += 1
         elif known is None:
-            self._take_unknown(frame)
+            self._take_unknown(frame, key)
         else:
             self._take(known, frame)
 
@@ -91,7 +95,7 @@ class Intake:
             return
         self._take(session, frame)
 
-    def _take_unknown(self, frame: Frame) -> None:
+    def _take_unknown(self, frame: Frame, key: str) -> None:
         if frame.lane is Lane.CONTROL and frame.sequence == 0:
             try:
                 messages = decode_body(frame)
@@ -99,7 +103,7 @@ class Intake:
                 self._count(error)
                 return
             greeting = messages[0] if len(messages) == 1 else None
-            if isinstance(greeting, Hello) and self._greet(frame.session, greeting):
+            if isinstance(greeting, Hello) and self._greet(frame.session, greeting, key):
                 return
         self.rejected["session_over"] += 1
         if frame.sequence != OUTSIDE:  # the last word of a session is not answered

@@ -9,6 +9,7 @@ short; bounds live in our queues.
 
 import asyncio
 import resource
+import struct
 from abc import ABC, abstractmethod
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -19,6 +20,8 @@ from epd.protocol.errors import ConfigError
 from epd.protocol.ids import SessionId
 from epd.protocol.wire import FRAME_NBYTES, Lane
 from epd.runtime.addresses import Address
+from epd.runtime.curve import apply_listener
+from epd.runtime.keys import KeyPair
 
 READ_BATCH: Final = 256
 """Frames read before the loop's other work has its turn; on the media lane `READ_BATCH_MEDIA`."""
@@ -72,7 +75,7 @@ class LaneOwner(Protocol):
     """Who acts on what a lane brings; any of these may close the lane."""
 
     def lane_received(self, lane: "LaneSocket", parts: list[Any]) -> None:
-        """One ZeroMQ message; its parts are bytes, on the media lane `zmq.Frame`."""
+        """One ZeroMQ message; its parts are bytes, or `zmq.Frame` where they were not copied."""
         ...
 
     def lane_woken(self, lane: "LaneSocket", count: int) -> None:
@@ -85,6 +88,10 @@ class LaneOwner(Protocol):
 
     def lane_lost(self, lane: "LaneSocket", reason: str) -> None:
         """A dialled lane, once: refused or lost, after all that had arrived was received."""
+        ...
+
+    def lane_refused(self, lane: "LaneSocket", reason: str) -> None:
+        """A listening lane: somebody did not get through the handshake."""
         ...
 
     def lane_failed(self, error: Exception) -> None:
@@ -103,7 +110,8 @@ class LaneSocket(ABC):
         self._loop = asyncio.get_running_loop()
         self._batch = READ_BATCH if lane is Lane.CONTROL else READ_BATCH_MEDIA
         # Media bodies stay views of ZeroMQ's own memory: a megabyte is not copied to be read.
-        self._copy = lane is Lane.CONTROL
+        # So do control frames of an authenticated peer: only an uncopied frame knows its key.
+        self._copy = lane is Lane.CONTROL and not socket.getsockopt(zmq.CURVE_SERVER)
         self._again: asyncio.Handle | None = None
         self._fd = socket.fileno()
 
@@ -178,8 +186,19 @@ def apply_options(socket: zmq.Socket[bytes], lane: Lane, address: Address, hands
         socket.setsockopt(zmq.IPV6, 1)
 
 
+MONITOR_EVENT: Final = struct.Struct("=HI")
+HANDSHAKE_FAILURES: Final = {
+    2048: "handshake failed",  # HANDSHAKE_FAILED_NO_DETAIL
+    8192: "handshake failed: not our protocol, or not our keys",  # HANDSHAKE_FAILED_PROTOCOL
+    16384: "handshake failed: not admitted",  # HANDSHAKE_FAILED_AUTH
+}
+
+
 class ListeningLane(LaneSocket):
-    """A bound ROUTER; `address` is what was bound. It never closes one connection, only all."""
+    """A bound ROUTER; `address` is what was bound. It never closes one connection, only all.
+
+    With `keys` only authenticated peers come in: whom the context's ZAP handler admits, nobody without one.
+    """
 
     def __init__(
         self,
@@ -188,10 +207,16 @@ class ListeningLane(LaneSocket):
         address: Address,
         handshake_s: float,
         owner: LaneOwner,
+        keys: KeyPair | None = None,
     ) -> None:
         """Raises `ConfigError` if the (numeric) address cannot be bound. Not read yet."""
         socket = context.socket(zmq.ROUTER)
+        self._monitor: zmq.Socket[bytes] | None = None
         try:
+            if keys is not None:
+                apply_listener(socket, keys)
+            self._monitor = _monitor_of(context, socket)
+            self._monitor_fd = self._monitor.fileno()
             apply_options(socket, lane, address, handshake_s)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.BACKLOG, _BACKLOG)
@@ -200,6 +225,7 @@ class ListeningLane(LaneSocket):
             bound = socket.getsockopt(zmq.LAST_ENDPOINT)
             super().__init__(socket, lane, owner)
         except BaseException as error:
+            self._close_monitor(socket)
             socket.close(0)
             if isinstance(error, zmq.ZMQError):
                 key = "listen" if lane is Lane.CONTROL else "media_listen"
@@ -207,6 +233,31 @@ class ListeningLane(LaneSocket):
             raise
         port = int(bytes(bound).rstrip(b"\0").rpartition(b":")[2])
         self.address = Address(address.host, port)
+        self._loop.add_reader(self._monitor_fd, self._observe)
+        self._observe()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if not self.closed:
+            self._loop.remove_reader(self._monitor_fd)
+            self._close_monitor(self._socket)
+        super().close(linger_s)
+
+    def _close_monitor(self, socket: zmq.Socket[bytes]) -> None:
+        if self._monitor is not None:
+            socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+
+    def _observe(self) -> None:
+        try:
+            while self._monitor is not None:
+                try:
+                    event, _value = MONITOR_EVENT.unpack(self._monitor.recv_multipart(zmq.DONTWAIT)[0])
+                except zmq.Again:
+                    return
+                self._owner.lane_refused(self, HANDSHAKE_FAILURES[event])
+        except Exception as error:
+            self._owner.lane_failed(error)
 
     def send(self, routing_id: bytes, frame: bytes) -> SendResult:
         try:
@@ -218,3 +269,14 @@ class ListeningLane(LaneSocket):
                 raise
             return SendResult.GONE
         return SendResult.SENT
+
+
+def _monitor_of(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Its failed handshakes. Without a bound: the I/O thread that waited for a reader would stop all."""
+    address = f"inproc://monitor.{socket.underlying}"
+    socket.monitor(address, sum(HANDSHAKE_FAILURES))
+    monitor = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor

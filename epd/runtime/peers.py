@@ -87,6 +87,7 @@ class Session:
         "greeting",
         "id",
         "is_open",
+        "key",
         "media",
         "media_ready",
         "outbox",
@@ -99,6 +100,8 @@ class Session:
         self.id = session
         self.address = address
         self.dialled = bool(address)
+        self.key = ""
+        """Of the peer, which it has proved to hold; empty without CURVE."""
         self.greeting: Hello | Welcome | None = None
         """What the peer said of itself; `peer` once that was found good."""
         self.peer: PeerInfo | None = None

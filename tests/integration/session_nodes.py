@@ -86,7 +86,9 @@ class TestNode:
 
     __test__ = False
 
-    def __init__(self, ours: Hello, limits: SessionLimits = PATIENT, max_peers: int = 256) -> None:
+    def __init__(
+        self, ours: Hello, limits: SessionLimits = PATIENT, max_peers: int = 256, **given: Any
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.hello = ours
         self.address = ""
@@ -107,6 +109,7 @@ class TestNode:
             handler=self,
             max_peers=max_peers,
             on_error=self.errors.append,
+            **given,
         )
 
     async def close(self, linger_s: float = 1.0) -> None:
@@ -117,6 +120,10 @@ class TestNode:
         """After the close: nothing failed, nothing waits."""
         assert not self.errors
         assert len(self.timers) == 0
+
+    async def turn(self) -> None:
+        """Lets the loop's other work, and what other threads do, go on."""
+        await asyncio.to_thread(int)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until what the handler was told makes it true."""

@@ -148,7 +148,17 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_two(prefill: NodeProcess
 
 def test_the_ready_line_has_the_keys_that_scripts_rely_on(prefill: NodeProcess) -> None:
     assert prefill.ready["event"] == "ready"
-    assert set(prefill.ready) == {"event", "node", "listen", "role", "data_plane", "pid", "metrics"}
+    assert set(prefill.ready) == {
+        "event",
+        "node",
+        "listen",
+        "role",
+        "data_plane",
+        "pid",
+        "metrics",
+        "security",
+    }
+    assert prefill.ready["security"] == "loopback"
     assert prefill.ready["pid"] == prefill.pid
 
 

@@ -180,8 +180,37 @@ def test_a_key_near_nothing_lists_all() -> None:
 def test_only_loopback_is_listened_on(key: str, host: str) -> None:
     address = f"tcp://{host}:7000"
     assert refusal(ENCODER | {key: address}) == (
-        f"{key}: '{address}' given, allowed is a loopback address such as tcp://127.0.0.1:0:"
-        " nobody is authenticated yet"
+        f"{key}: '{address}' given, allowed is a loopback address such as tcp://127.0.0.1:0, "
+        "or any with security.secret_key (or insecure = true, which serves whoever comes)"
+    )
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "0.0." + "0.0", "[::]", "node-7.example"])
+@pytest.mark.parametrize("told", [{"insecure": True}, {"security.secret_key": "a", "security.peers": "b"}])
+def test_other_addresses_are_listened_on_with_keys_or_when_told(host: str, told: dict[str, Any]) -> None:
+    address = f"tcp://{host}:7000"
+    given = ENCODER | told | {"listen": address, "media_listen": address, "data_plane": "shm"}
+    assert load_config(None, given).listen == address
+
+
+@pytest.mark.parametrize("plane", ["auto", "mooncake"])
+def test_mooncake_beyond_loopback_needs_a_trusted_network(plane: str) -> None:
+    keys = {"security.secret_key": "a", "security.peers": "b"}
+    given = ENCODER | keys | {"listen": "tcp://192.0.2.7:7000", "data_plane": plane}
+    assert refusal(given).startswith(
+        f"data_plane: '{plane}' beside listen 'tcp://192.0.2.7:7000' given, allowed is 'shm', "
+        "or security.trusted_network = true"
+    )
+    config = load_config(None, given | {"security.trusted_network": True})
+    assert config.plane_host() == "192.0.2.7"
+    everywhere = {"listen": "tcp://[::]:7000", "security.trusted_network": True}
+    assert refusal(given | everywhere).startswith("listen: 'tcp://[::]:7000' given, allowed is one address")
+
+
+@pytest.mark.parametrize(("given", "missing"), [("secret_key", "peers"), ("peers", "secret_key")])
+def test_one_half_of_security_is_refused(given: str, missing: str) -> None:
+    assert refusal(ENCODER | {f"security.{given}": "file"}) == (
+        f"security.{missing}: nothing given, allowed is a file: secret_key and peers belong together"
     )
 
 
