@@ -88,8 +88,10 @@ class StepMetrics:
     def saw_prefill(
         self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
-        entry = self._transfers.get(key)
         state = type(after)
+        if not effects and state is type(before) and type(event) is not t.MetadataReceived:
+            return
+        entry = self._transfers.get(key)
         if state is not type(before):
             if state is t.Ended or state is t.New:
                 self._end(key, entry, now_s)

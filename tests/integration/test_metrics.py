@@ -20,7 +20,8 @@ from epd.client import NodeClient, Result
 from epd.data import photographs
 from epd.observe.families import FAMILIES
 from epd.request import ImageItem
-from epd.testing.processes import NodeProcess, node_process
+from epd.testing.processes import NodeProcess, held_encoder, node_process
+from epd.testing.synthetic import synthetic_item
 
 COMMON = {
     "data_plane": "shm",
@@ -119,20 +120,20 @@ async def test_probes_and_metrics_tell_what_happens(encoder: NodeProcess, items:
         assert (prefill.terminate(), get(encoder, "/readyz")) == (0, (200, "ready\n"))
 
 
-async def test_a_prefill_node_is_ready_only_while_an_encoder_is(items: list[ImageItem]) -> None:
-    with node_process(COMMON | {"role": "encoder"}) as first:
-        settings = COMMON | {"role": "prefill", "encoders": [first.listen]}
+async def test_a_prefill_node_is_ready_only_while_an_encoder_is() -> None:
+    settings = {"data_plane": "shm"}
+    with held_encoder(settings, encoder="synthetic") as first:
         first.stop()  # its kernel accepts connections, it does not
-        with node_process(settings) as prefill:
+        with node_process(COMMON | {"role": "prefill", "encoders": [first.listen]}) as prefill:
             assert get(prefill, "/readyz") == (503, "loading\n")
             first.go_on()
-            assert (await send(prefill, items)).outcome.error is None
+            assert (await send(prefill, [synthetic_item(64)])).outcome.error is None
             assert get(prefill, "/readyz") == (200, "ready\n")
             first.kill()
             until(lambda: get(prefill, "/readyz") == (503, "loading\n"))
             assert get(prefill, "/healthz") == (200, "loading\n")
-            with node_process(COMMON | {"role": "encoder", "listen": first.listen}):
-                assert (await send(prefill, items)).outcome.error is None
+            with held_encoder(settings | {"listen": first.listen}, encoder="synthetic"):
+                assert (await send(prefill, [synthetic_item(128)])).outcome.error is None
                 assert get(prefill, "/readyz") == (200, "ready\n")
 
 

@@ -99,15 +99,21 @@ async def test_spans_of_both_nodes_stand_under_the_callers(exporter: InMemorySpa
     assert [link.context.span_id for link in forward.links] == [id_of(found["epd.part"])]
 
 
-@pytest.mark.parametrize("traceparent", [None, "", "garbage", f"00-{'0' * 32}-{CALLER}-01", "é" * 5_000])
 async def test_without_a_good_traceparent_a_request_begins_its_own_trace(
-    exporter: InMemorySpanExporter, traceparent: str | None
+    exporter: InMemorySpanExporter,
 ) -> None:
-    request = EmbeddingRequest("r", [synthetic_item(64)], 30.0, traceparent=traceparent)
-    assert await encode([request]) == [None]
-    found = by_name(exporter)
-    assert found["epd.request"].parent is None
-    assert parent_of(found["epd.part"]) == id_of(found["epd.request"])
+    bad = [None, "", "garbage", f"00-{'0' * 32}-{CALLER}-01", "é" * 5_000]
+    requests = [
+        EmbeddingRequest(f"r{number}", [synthetic_item(64 + 4 * number)], 30.0, traceparent=traceparent)
+        for number, traceparent in enumerate(bad)
+    ]
+    assert await encode(requests) == [None] * len(bad)
+    spans = exporter.get_finished_spans()
+    begun = [span for span in spans if span.name == "epd.request"]
+    assert [span.parent for span in begun] == [None] * len(bad)
+    assert len({span.context.trace_id for span in begun if span.context}) == len(bad)
+    parts = [parent_of(span) for span in spans if span.name == "epd.part"]
+    assert sorted(parts) == sorted(map(id_of, begun))
 
 
 async def test_a_failed_request_has_its_code_and_nothing_stays_open(exporter: InMemorySpanExporter) -> None:
