@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final
 
+import msgspec
+
 from epd.observe.families import Histogram, Sample, known_code, samples
 from epd.protocol import encoder, jobs, session, slots, sources
 from epd.protocol import prefill_types as t
@@ -38,14 +40,12 @@ _CHECKS: Final = {"seal_mismatch": "seal", "digest_mismatch": "checksum"}
 _KNOWN_SESSIONS: Final = 1024
 
 
-class _Open:
+class _Open(msgspec.Struct, gc=False):
     """A transfer or part: which of `_STATES` it has reached, since when, and when it began."""
 
-    __slots__ = ("entered_s", "reached", "started_s")
-
-    def __init__(self, reached: int, now_s: float) -> None:
-        self.reached = reached
-        self.entered_s = self.started_s = now_s
+    reached: int
+    entered_s: float
+    started_s: float
 
 
 class StepMetrics:
@@ -136,14 +136,15 @@ class StepMetrics:
     def _reach(self, key: Hashable, entry: _Open | None, reached: int, now_s: float) -> None:
         """The furthest state counts: items are read one by one, another attempt starts from the first."""
         if entry is None:
-            self._transfers[key] = _Open(reached, now_s)
-        elif entry.reached < reached:
-            self._open_by_state[entry.reached] -= 1
-            self._phases[entry.reached].observe(now_s - entry.entered_s)
+            self._transfers[key] = _Open(reached, now_s, now_s)
+        else:
+            left = entry.reached
+            if left >= reached:
+                return
+            self._open_by_state[left] -= 1
+            self._phases[left].observe(now_s - entry.entered_s)
             entry.reached = reached
             entry.entered_s = now_s
-        else:
-            return
         self._open_by_state[reached] += 1
 
     def _end(self, key: Hashable, entry: _Open | None, now_s: float) -> None:
