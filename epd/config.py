@@ -16,6 +16,7 @@ from msgspec import Meta, inspect
 
 from epd.encoders.media import MAX_PIXELS, MAX_PIXELS_EVER, PictureRules
 from epd.protocol.errors import ConfigError
+from epd.protocol.rates import RateLimits
 from epd.protocol.wire import MAX_ITEMS_PER_PART
 from epd.runtime.addresses import is_loopback, is_wildcard, parse_address
 
@@ -108,6 +109,14 @@ class Limits(_Table, frozen=True, kw_only=True):
     """Of one part of a request, within the request's deadline."""
     max_open_requests: Count = 4_096
     """Further ones are refused with `busy`."""
+    peer_frames_per_s: Annotated[float, Meta(ge=100, le=10**7)] = 20_000
+    """Of one peer, and its largest burst; a session that brings more is ended with `too_fast`."""
+    peer_records_per_s: Annotated[float, Meta(ge=10_000, le=10**8)] = 50_000
+    """Messages in those frames."""
+    peer_media_bytes_per_s: Annotated[float, Meta(ge=4 * MIB, le=10**12)] = 2e9
+
+    def rates(self) -> RateLimits:
+        return RateLimits(self.peer_frames_per_s, self.peer_records_per_s, self.peer_media_bytes_per_s)
 
 
 class Config(_Table, frozen=True, kw_only=True):

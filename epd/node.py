@@ -148,6 +148,7 @@ class Node(ABC):
             max_peers=self.config.limits.max_peers,
             on_error=supervisor.fail,
             security=self.security,
+            rates=self.config.limits.rates(),
         )
         stack.push_async_callback(self.endpoint.close_all, 1.0)
         self.listen = self.endpoint.bind(self.config.listen, self.config.media_listen, accept=False)

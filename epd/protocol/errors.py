@@ -66,6 +66,13 @@ class Busy(EpdError):
     retryable = True
 
 
+class TooFast(EpdError):
+    """A peer sends more in a second than one may; its session is over."""
+
+    code = "too_fast"
+    retryable = True
+
+
 class Draining(EpdError):
     code = "draining"
     retryable = True

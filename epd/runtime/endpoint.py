@@ -21,6 +21,7 @@ from epd.protocol.errors import MAX_MESSAGE_CHARS, Busy, ConfigError, Draining, 
 from epd.protocol.ids import NodeId, SessionId
 from epd.protocol.machine import Ignored
 from epd.protocol.messages import ControlMessage, Goodbye, Hello, MediaMessage, Rejected, Welcome
+from epd.protocol.rates import RateLimits
 from epd.protocol.session import (
     BodyMalformed,
     CloseSockets,
@@ -63,6 +64,7 @@ EARLY_MESSAGES: Final = 16
 """So many messages for one peer leave at once: a busy turn of the loop and its peer's then overlap."""
 CLOSE_LINGER_S: Final = 1.0
 """A dialler that ends a session gives what it has queued this long to leave."""
+DEFAULT_RATES: Final = RateLimits()
 _FULL: Final = "the peer does not read: its queue is full"
 
 
@@ -85,6 +87,7 @@ class Endpoint:
         max_peers: int = 256,
         on_error: Callable[[Exception], None] | None = None,
         security: Security | None = None,
+        rates: RateLimits = DEFAULT_RATES,
     ) -> None:
         """Raises `ConfigError` if `max_peers` needs more open files than there may be."""
         self.on_error = on_error
@@ -117,6 +120,8 @@ class Endpoint:
             self._welcome,
             self._answer,
             self._flusher.later,
+            clock,
+            rates,
         )
         self._probes = {lane: Probe(clock, timers, partial(self._probe, lane)) for lane in Lane}
         self._media_address = ""

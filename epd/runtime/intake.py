@@ -1,7 +1,7 @@
 """From ZeroMQ messages to events and messages of sessions: what is whose is decided here (I8).
 
-The order of the checks: parts, header, whose it is, sequence; only then the body. What is nobody's
-is dropped and counted by reason; it never ends a session.
+The order of the checks: parts, header, whose it is, how much of it, sequence; only then the body.
+What is nobody's is dropped and counted by reason; it never ends a session.
 """
 
 from collections import Counter
@@ -10,11 +10,13 @@ from typing import Any, Final
 
 import zmq
 
-from epd.protocol.errors import MAX_MESSAGE_CHARS, Malformed, SessionRejected
+from epd.protocol.errors import MAX_MESSAGE_CHARS, Malformed, SessionRejected, TooFast
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import AnyMessage, Goodbye, Heartbeat, Hello, Rejected, Welcome
-from epd.protocol.session import OUTSIDE, BodyMalformed, FrameReceived, RejectedReceived
+from epd.protocol.rates import RateLimits, charge
+from epd.protocol.session import OUTSIDE, BodyMalformed, CloseWanted, FrameReceived, RejectedReceived
 from epd.protocol.wire import HEADER_NBYTES, Frame, Lane, decode_body, open_frame
+from epd.runtime.clock import Clock
 from epd.runtime.curve import peer_key
 from epd.runtime.lanes import routing_id_of
 from epd.runtime.machines import MachineTable
@@ -41,6 +43,8 @@ class Intake:
         welcome: Callable[[Session, Welcome], None],
         answer: Callable[[SessionId, Rejected], None],
         media_ready: Callable[[Session], None],
+        clock: Clock,
+        rates: RateLimits,
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._table = table
@@ -50,6 +54,8 @@ class Intake:
         self._welcome = welcome
         self._answer = answer
         self._media_ready = media_ready
+        self._clock = clock
+        self._rates = rates
 
     def take_accepted(self, lane: Lane, parts: list[Any]) -> None:
         """A message that came in at a listening lane: the routing id, and what should be one frame."""
@@ -110,6 +116,12 @@ class Intake:
             self._table.feed(frame.session, _received(frame))
 
     def _take(self, session: Session, frame: Frame) -> None:
+        session.meter, excess = charge(session.meter, frame, self._clock.now_s(), self._rates)
+        if excess:
+            self.rejected[TooFast.code] += 1
+            if not session.over:
+                self._table.feed(session.id, CloseWanted(TooFast.code, excess))
+            return
         if frame.sequence == OUTSIDE:
             self._take_last_word(session, frame)
             return

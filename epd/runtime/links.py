@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import structlog
 
 from epd.observe.log import log_info
-from epd.protocol.errors import Busy, SessionRejected, WrongRole
+from epd.protocol.errors import Busy, SessionRejected, TooFast, WrongRole
 from epd.protocol.ids import Incarnation, SessionId
 from epd.runtime.addresses import parse_address
 from epd.runtime.clock import Clock
@@ -22,7 +22,7 @@ from epd.runtime.timers import TimerHandle, Timers
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 """Also the pause after a refusal, and the life of a session that makes the next pause short again."""
-_REFUSALS: Final = frozenset({SessionRejected.code, WrongRole.code})
+_REFUSALS: Final = frozenset({SessionRejected.code, TooFast.code, WrongRole.code})
 
 _log = structlog.get_logger()
 

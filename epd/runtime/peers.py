@@ -7,6 +7,7 @@ from typing import Protocol
 
 from epd.protocol.ids import Incarnation, NodeId, SessionId
 from epd.protocol.messages import AnyMessage, Heartbeat, Hello, PeerLimits, Role, Welcome
+from epd.protocol.rates import Meter
 from epd.runtime.addresses import Address
 from epd.runtime.lanes import LaneSocket, routing_id_of
 from epd.runtime.outbox import Outbox, Sent
@@ -90,6 +91,7 @@ class Session:
         "key",
         "media",
         "media_ready",
+        "meter",
         "outbox",
         "over",
         "peer",
@@ -102,6 +104,8 @@ class Session:
         self.dialled = bool(address)
         self.key = ""
         """Of the peer, which it has proved to hold; empty without CURVE."""
+        self.meter = Meter()
+        """Of what the peer sends."""
         self.greeting: Hello | Welcome | None = None
         """What the peer said of itself; `peer` once that was found good."""
         self.peer: PeerInfo | None = None

@@ -14,7 +14,9 @@ from test_nodes import check, encoder_node, prefill_node, request
 
 from epd.client import NodeClient
 from epd.protocol.errors import EpdError, PeerUnreachable
-from epd.protocol.messages import Welcome
+from epd.protocol.ids import SessionId
+from epd.protocol.messages import Goodbye, Welcome
+from epd.protocol.rates import RateLimits
 from epd.protocol.session import SessionLimits
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address
@@ -68,7 +70,7 @@ def dial_with(raw: RawPeer, keys: KeyPair, address: str, session: int) -> Any:
     return socket
 
 
-async def meet(prefill: TestNode, encoder: TestNode) -> int:
+async def meet(prefill: TestNode, encoder: TestNode) -> SessionId:
     session = prefill.endpoint.dial(encoder.address)
     await prefill.until(lambda: session in prefill.endpoint.peers())
     await encoder.until(lambda: session in encoder.endpoint.peers())
@@ -120,9 +122,11 @@ async def test_a_listener_with_keys_and_no_authenticator_refuses_everybody() -> 
     limits = SessionLimits(3600.0, 3600.0, 3600.0, connect_s=0.5)
     node = TestNode(hello("pre", "prefill"), limits, security=Security(PREFILL, known))
     try:
-        # Not even the handshake ends: nobody is there to admit anybody.
-        assert await refused(node, str(lane.address)) == "no welcome within 0.5 s"
+        await refused(
+            node, str(lane.address)
+        )  # not even the handshake ends: nobody is there to admit anybody
         assert not received
+        assert not node.opens
     finally:
         await node.close()
         lane.close()
@@ -187,6 +191,45 @@ async def test_an_encoder_that_says_it_is_another_is_refused(encoder: TestNode) 
     node = TestNode(hello("pre", "prefill"), PATIENT, security=Security(PREFILL, Peers(known)))
     assert await refused(node, encoder.address) == "this key is node 'another''s, not 'enc''s"
     await node.close()
+
+
+# -- one peer among others -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_a_peer_that_sends_too_fast_loses_its_session_and_others_go_on(
+    raw: RawPeer, secured: bool
+) -> None:
+    security = encoder_security() if secured else None
+    rates = RateLimits(frames=5000, records=1000, media_nbytes=1e6)
+    encoder = TestNode(hello("enc", "encoder"), PATIENT, security=security, rates=rates)
+    encoder.address = encoder.endpoint.bind(LOOPBACK)
+    known = Peers([PeerEntry(ENCODER.public, "encoder", "enc", (encoder.address,))])
+    prefill = TestNode(
+        hello("pre", "prefill"), PATIENT, security=Security(PREFILL, known) if secured else None
+    )
+    other = await meet(prefill, encoder)
+    session = secrets.randbits(64)
+    if secured:
+        control = dial_with(raw, CLIENT, encoder.address, session)
+    else:
+        control = raw.dial(encoder.address, session)
+    control.send(frame(session, 0, hello("fast", "client")))
+    assert isinstance(await word_from(control), Welcome)
+    for sequence in range(1, 3):
+        control.send(frame(session, sequence, *[Goodbye("x")] * 800))
+    assert await last_word_from(control) == ("too_fast", "more than 1000 records a second")
+    assert (await encoder.ended(SessionId(session))).code == "too_fast"
+    for sequence in range(3, 2000):  # and it does not stop
+        control.send(frame(session, sequence, Goodbye("x")))
+    before = len(encoder.messages_seen)
+    prefill.endpoint.send(other, Goodbye("still here"))
+    await encoder.received(before + 1)
+    assert encoder.messages_seen[before] == Goodbye("still here")
+    assert list(encoder.endpoint.peers()) == [other]
+    assert encoder.endpoint.rejected_frames["too_fast"] >= 1
+    await prefill.close()
+    await encoder.close()
 
 
 # -- whole nodes, from files -----------------------------------------------------------------
