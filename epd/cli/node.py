@@ -14,7 +14,8 @@ import structlog
 import uvloop
 
 from epd.cli.main import run_command
-from epd.config import Config, load_config
+from epd.cli.settings import settings_of, settings_options
+from epd.config import Config
 from epd.node import EncoderNode, PrefillNode
 from epd.observe.log import configure_logging
 from epd.protocol.errors import ConfigError, DataPlaneError
@@ -25,32 +26,13 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @click.command("epd-node", context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--role", type=click.Choice(["encoder", "prefill"]), help="What this node does.")
-@click.option("--config", "config_file", metavar="FILE.toml", help="Settings; flags go over them.")
-@click.option("--node", metavar="NAME", help="For logs. Default: ROLE-HOST-PORT.")
-@click.option("--listen", metavar="tcp://HOST:PORT", help="Default: a free loopback port.")
-@click.option("--encoders", metavar="tcp://H:P,...", help="Whom a prefill node reads from.")
-@click.option("--data-plane", metavar="auto|mooncake|shm", help="Default: auto.")
-@click.option("--model", metavar="builtin:NAME|callable:MODULE:NAME", help="What an encoder runs.")
-@click.option("--device", metavar="auto|cpu|cuda:N", help="Where forwards run and pools lie.")
-@click.option("--verify", metavar="off|seal|checksum", help="What proves that a read is whole.")
-@click.option(
-    "--metrics-port", metavar="N", type=int, help="For /metrics, /healthz and /readyz; 0: a free one."
-)
-@click.option(
-    "--insecure", is_flag=True, default=None, help="Listen beyond loopback without keys: serves anybody."
-)
-@click.option("--trace", metavar="FILE", help="Record every step of every machine.")
-@click.option("--log-format", metavar="auto|json|console", help="Logs go to standard error.")
-def node_command(config_file: str | None, encoders: str | None, **flags: str | int | bool | None) -> int:
+@settings_options
+def node_command(**given: Any) -> int:
     """Run an encoder or a prefill node until SIGTERM, which drains it; a second one stops it at once.
 
     Prints one JSON line on standard output when ready.
     """
-    overrides: dict[str, Any] = dict(flags)
-    if encoders is not None:
-        overrides["encoders"] = [address.strip() for address in encoders.split(",")]
-    config = load_config(config_file, overrides)
+    config = settings_of(**given).config
     configure_logging(config.log_format)
     try:
         return uvloop.run(serve(config))

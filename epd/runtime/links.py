@@ -70,6 +70,8 @@ class Links:
         self._clock = clock
         self._jitter = jitter
         self._links = [_Link(address) for address in dict.fromkeys(addresses)]
+        if len(self._links) < len(addresses):
+            _log.warning("an address is given twice and used once", addresses=list(addresses))
         self._running = False
 
     def start(self) -> None:

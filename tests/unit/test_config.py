@@ -121,10 +121,6 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
             "encoders: ['tcp://127.0.0.1:7001'] given, allowed is nothing for role 'encoder': it is dialled",
         ),
         (
-            PREFILL | {"encoders": ["tcp://a:1", "tcp://a:1"]},
-            "encoders: 'tcp://a:1' twice given, allowed is each address once",
-        ),
-        (
             PREFILL | {"encoders": ["127.0.0.1:1"]},
             "encoders: '127.0.0.1:1' given, allowed is tcp://HOST:PORT with a port of 1 to 65535",
         ),

@@ -1,14 +1,12 @@
 """Every setting: its key, unit, bound and default; and the queue sizes that follow from them.
 
-A setting comes from a TOML file or from overrides (the command line's), under one dotted key such as
-`timeouts.room_s`. What is wrong is one line: the key, what was given, what is allowed.
+A new setting is one field here, with its docstring: file, variable, flag, `epd config` and the example
+file follow. What is wrong is one line: the key, what was given, what is allowed.
 """
 
 import difflib
 import os
-import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -18,7 +16,7 @@ from epd.encoders.media import MAX_PIXELS, MAX_PIXELS_EVER, PictureRules
 from epd.protocol.errors import ConfigError
 from epd.protocol.rates import RateLimits
 from epd.protocol.wire import MAX_ITEMS_PER_PART
-from epd.runtime.addresses import is_loopback, is_wildcard, parse_address
+from epd.runtime.addresses import is_loopback, parse_address
 
 MIB: Final = 1024 * 1024
 
@@ -199,41 +197,22 @@ class Config(_Table, frozen=True, kw_only=True):
         return self.limits.max_open_requests * per_full_request + self.limits.max_peers * per_session
 
 
-# -- loading ---------------------------------------------------------------------------------
+# -- keys and values -------------------------------------------------------------------------
 
 
-def load_config(toml_path: str | os.PathLike[str] | None, overrides: Mapping[str, Any]) -> Config:
-    """Settings of a file, if any, with `overrides` (dotted keys to values; None: not given) on top.
-
-    Raises `ConfigError` for the first key that is wrong: `key`, `given` and `allowed` are its facts.
-    """
-    given: dict[str, Any] = {}
-    if toml_path is not None:
-        _flatten(_read_toml(toml_path), "", given)
-    given.update({key: value for key, value in overrides.items() if value is not None})
-    for key, value in given.items():
-        given[key] = _convert(key, value)
-    if "role" not in given:
-        raise _wrong("role", "nothing", _KEYS["role"].allowed)
-    config = _build(given)
-    for rule in _RULES:
-        rule(config)
-    return config
-
-
-class _Key(msgspec.Struct, frozen=True):
+class Key(msgspec.Struct, frozen=True):
     type: Any
     allowed: str
 
 
-def _keys_of(table: type[_Table], prefix: str) -> dict[str, _Key]:
+def _keys_of(table: type[_Table], prefix: str) -> dict[str, Key]:
     keys = {}
     for field in msgspec.structs.fields(table):
         name = prefix + field.name
         if isinstance(field.type, type) and issubclass(field.type, _Table):
             keys.update(_keys_of(field.type, f"{name}."))
         else:
-            keys[name] = _Key(field.type, _describe(inspect.type_info(field.type)))
+            keys[name] = Key(field.type, _describe(inspect.type_info(field.type)))
     return keys
 
 
@@ -259,45 +238,29 @@ def _describe(info: inspect.Type) -> str:
             raise AssertionError(f"no words for {info}")
 
 
-_KEYS: Final = _keys_of(Config, "")
-_TABLES: Final = {key.partition(".")[0] for key in _KEYS if "." in key}
+KEYS: Final = _keys_of(Config, "")
+TABLES: Final = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
-def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    name = os.fspath(path)
-    try:
-        with open(name, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror or error}", key="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: not TOML: {error}", key="config") from None
-
-
-def _flatten(table: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:
-    for name, value in table.items():
-        key = prefix + name
-        if isinstance(value, dict) and key in _TABLES:
-            _flatten(value, f"{key}.", into)
-        else:
-            into[key] = value
-
-
-def _convert(key: str, value: Any) -> Any:
-    if key in _TABLES:
-        raise _wrong(key, repr(value), f"a table [{key}]")
-    if key not in _KEYS:
+def convert(key: str, value: Any) -> Any:
+    """The value of `key` in its own type. Raises `ConfigError`: unknown key, or not what is allowed."""
+    if key in TABLES:
+        raise wrong(key, repr(value), f"a table [{key}]")
+    if key not in KEYS:
         raise _unknown(key)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     try:
-        return msgspec.convert(value, _KEYS[key].type)
+        return msgspec.convert(value, KEYS[key].type)
     except msgspec.ValidationError:
-        raise _wrong(key, repr(value), _KEYS[key].allowed) from None
+        raise wrong(key, repr(value), KEYS[key].allowed) from None
 
 
-def _build(given: Mapping[str, Any]) -> Config:
-    top: dict[str, Any] = {name: {} for name in _TABLES}
+def build(given: Mapping[str, Any]) -> Config:
+    """A whole configuration of converted values. Raises `ConfigError` without a role."""
+    if "role" not in given:
+        raise wrong("role", "nothing", KEYS["role"].allowed)
+    top: dict[str, Any] = {name: {} for name in TABLES}
     for key, value in given.items():
         table, dot, name = key.partition(".")
         if dot:
@@ -307,117 +270,22 @@ def _build(given: Mapping[str, Any]) -> Config:
     return msgspec.convert(top, Config)
 
 
-def _wrong(key: str, given: str, allowed: str) -> ConfigError:
+def wrong(key: str, given: str, allowed: str) -> ConfigError:
+    """The one line that teaches."""
     return ConfigError(f"{key}: {given} given, allowed is {allowed}", key=key, given=given, allowed=allowed)
 
 
 def _unknown(key: str) -> ConfigError:
-    """Names the nearest key that exists: by its whole name, or by its name in another table."""
-    known = [*_KEYS, *_TABLES]
-    nearest = difflib.get_close_matches(key, known, 1, 0.75)
-    if not nearest:
-        by_last_name = {name.rpartition(".")[2]: name for name in _KEYS}
-        last = difflib.get_close_matches(key.rpartition(".")[2], by_last_name, 1, 0.75)
-        nearest = [by_last_name[name] for name in last]
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; keys are: {', '.join(_KEYS)}"
+    near = nearest(key)
+    hint = f"; did you mean {near}?" if near else f"; keys are: {', '.join(KEYS)}"
     return ConfigError(f"{key}: unknown key{hint}", key=key)
 
 
-# -- rules between keys, and what a type cannot say ------------------------------------------
-
-
-def _listens_on_loopback(config: Config) -> None:
-    for key, text in (("listen", config.listen), ("media_listen", config.media_listen)):
-        host = parse_address(text, key=key, to_bind=True).host
-        if not is_loopback(host) and config.security.secret_key is None and not config.insecure:
-            allowed = (
-                "a loopback address such as tcp://127.0.0.1:0, or any with security.secret_key "
-                "(or insecure = true, which serves whoever comes)"
-            )
-            raise _wrong(key, repr(text), allowed)
-
-
-def _exposes_mooncake_knowingly(config: Config) -> None:
-    host = parse_address(config.listen, key="listen", to_bind=True).host
-    media_host = parse_address(config.media_listen, key="media_listen", to_bind=True).host
-    if config.data_plane == "shm" or (is_loopback(host) and is_loopback(media_host)):
-        return
-    if not (config.security.trusted_network or config.insecure):
-        allowed = (
-            "'shm', or security.trusted_network = true: Mooncake's own ports authenticate nobody and let "
-            "whoever reaches them read what is exported"
-        )
-        raise _wrong("data_plane", f"{config.data_plane!r} beside listen {config.listen!r}", allowed)
-    if is_wildcard(host):
-        allowed = "one address by which peers reach this host, as Mooncake announces it"
-        raise _wrong("listen", repr(config.listen), allowed)
-
-
-def _knows_keys_of_both_sides(config: Config) -> None:
-    security = config.security
-    if (security.secret_key is None) != (security.peers is None):
-        key = "peers" if security.peers is None else "secret_key"
-        raise _wrong(f"security.{key}", "nothing", "a file: secret_key and peers belong together")
-
-
-def _dials_whom_its_role_needs(config: Config) -> None:
-    if config.role == "encoder" and config.encoders:
-        raise _wrong("encoders", repr(list(config.encoders)), "nothing for role 'encoder': it is dialled")
-    if config.role == "prefill" and not config.encoders:
-        raise _wrong("encoders", "nothing", "at least one tcp://HOST:PORT for role 'prefill'")
-    for address in config.encoders:
-        parse_address(address, key="encoders")
-        if config.encoders.count(address) > 1:
-            raise _wrong("encoders", f"{address!r} twice", "each address once")
-
-
-def _runs_on_a_known_device(config: Config) -> None:
-    device = config.device
-    if device in ("auto", "cpu"):
-        return
-    if device.startswith("cuda:") and device[5:].isdecimal():
-        if config.data_plane == "shm":
-            raise _wrong("device", repr(device), "'auto' or 'cpu' with data_plane 'shm': it is host memory")
-        return
-    raise _wrong("device", repr(device), "'auto', 'cpu' or 'cuda:N'")
-
-
-def _has_a_background(config: Config) -> None:
-    if not re.fullmatch("#[0-9a-fA-F]{6}", config.pictures.background):
-        raise _wrong("pictures.background", repr(config.pictures.background), "a colour as #RRGGBB")
-
-
-def _has_names_that_can_be_shown(config: Config) -> None:
-    for key, text in (("node", config.node), ("trace", config.trace)):
-        if text is not None and (not text or not text.isprintable()):
-            raise _wrong(key, repr(text), "printable text that is not empty")
-
-
-def _suspects_before_it_buries(config: Config) -> None:
-    timeouts = config.timeouts
-    if timeouts.suspect_after_s <= timeouts.heartbeat_s:
-        allowed = f"more than timeouts.heartbeat_s ({timeouts.heartbeat_s:g})"
-        raise _wrong("timeouts.suspect_after_s", f"{timeouts.suspect_after_s:g}", allowed)
-    if timeouts.dead_after_s <= timeouts.suspect_after_s:
-        allowed = f"more than timeouts.suspect_after_s ({timeouts.suspect_after_s:g})"
-        raise _wrong("timeouts.dead_after_s", f"{timeouts.dead_after_s:g}", allowed)
-
-
-def _holds_media_of_its_largest_item(config: Config) -> None:
-    limits = config.limits
-    if limits.max_item_media_nbytes > limits.media_nbytes:
-        allowed = f"at most limits.media_nbytes ({limits.media_nbytes:_})"
-        raise _wrong("limits.max_item_media_nbytes", f"{limits.max_item_media_nbytes:_}", allowed)
-
-
-_RULES: Final[tuple[Callable[[Config], None], ...]] = (
-    _knows_keys_of_both_sides,
-    _listens_on_loopback,
-    _exposes_mooncake_knowingly,
-    _dials_whom_its_role_needs,
-    _runs_on_a_known_device,
-    _has_a_background,
-    _has_names_that_can_be_shown,
-    _suspects_before_it_buries,
-    _holds_media_of_its_largest_item,
-)
+def nearest(key: str) -> str | None:
+    """The nearest key or table that exists: by its whole name, or by its name in another table."""
+    whole = difflib.get_close_matches(key, [*KEYS, *TABLES], 1, 0.75)
+    if whole:
+        return whole[0]
+    by_last_name = {name.rpartition(".")[2]: name for name in KEYS}
+    last = difflib.get_close_matches(key.rpartition(".")[2], by_last_name, 1, 0.75)
+    return by_last_name[last[0]] if last else None
