@@ -14,7 +14,7 @@ from epd.memory.pool import Extent
 from epd.protocol import jobs, sources
 from epd.protocol.ids import LeaseId, SessionId
 from epd.protocol.job_key import JobKey
-from epd.protocol.machine import Effect
+from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, MediaChunk, NeedMedia
 from epd.protocol.sources import Subscriber
 from epd.runtime.actor import Actor
@@ -159,28 +159,27 @@ class DedupCoordinator(Actor[Mail]):
                 if message.job in self._about:
                     self.shared_subscriptions += 1
                 self._about[message.job] = (message.item, message.spec)
-                self._jobs.feed(message.job, jobs.Subscribed(message.subscriber))
+                self._feed(message.job, jobs.Subscribed(message.subscriber))
             case SubscriberGranted():
-                self._jobs.feed(message.job, jobs.Granted(message.subscriber))
+                self._feed(message.job, jobs.Granted(message.subscriber))
             case SubscriberLeft():
-                self._jobs.feed(message.job, jobs.Left(message.subscriber))
-                self._forget_ended(message.job)
+                self._feed(message.job, jobs.Left(message.subscriber))
             case ChunkReceived():
                 self._media.take_chunk(message.session, message.chunk)
             case ForwardStarted():
                 self.forwards += 1
-                self._jobs.feed(message.job, jobs.ForwardStarted())
+                self._feed(message.job, jobs.ForwardStarted())
             case ForwardUnqueued():
-                self._jobs.feed(message.job, jobs.ForwardUnqueued())
+                self._feed(message.job, jobs.ForwardUnqueued())
             case ForwardEnded():
                 if message.digest is not None:
                     self._digests[message.job] = message.digest
-                self._jobs.feed(message.job, jobs.ForwardEnded(message.error))
+                self._feed(message.job, jobs.ForwardEnded(message.error))
             case StagingAnswer():
                 self._take_staging(message)
             case StagedEvicted():
                 self._extents.pop(message.staged, None)
-                self._jobs.feed(message.job, jobs.Evicted(message.staged))
+                self._feed(message.job, jobs.Evicted(message.staged))
             case MediaAbsent():
                 self._media.missing(message.session, message.sha256)
             case SessionOver():
@@ -188,11 +187,15 @@ class DedupCoordinator(Actor[Mail]):
 
     def _take_staging(self, answer: StagingAnswer) -> None:
         if answer.error is not None:
-            self._jobs.feed(answer.job, jobs.StagingRefused(answer.error))
+            self._feed(answer.job, jobs.StagingRefused(answer.error))
             return
         assert answer.staged is not None and answer.extent is not None
         self._extents[answer.staged] = answer.extent
-        self._jobs.feed(answer.job, jobs.StagingReserved(answer.staged))
+        self._feed(answer.job, jobs.StagingReserved(answer.staged))
+
+    def _feed(self, job: JobKey, event: Event) -> None:
+        self._jobs.feed(job, event)
+        self._forget_ended(job)  # it may have ended without an effect: evicted, and nobody was waiting
 
     def _ask_media(self, session: SessionId, sha256: bytes) -> None:
         self._endpoint.send(session, NeedMedia(sha256))  # unsent: the session has ended, we shall be told
@@ -200,11 +203,11 @@ class DedupCoordinator(Actor[Mail]):
     def _media_news(self, job: JobKey, news: Progress | Arrived | Refused) -> None:
         match news:
             case Progress():
-                self._jobs.feed(job, jobs.MediaProgress())
+                self._feed(job, jobs.MediaProgress())
             case Arrived():
-                self._jobs.feed(job, jobs.MediaArrived())
+                self._feed(job, jobs.MediaArrived())
             case Refused():
-                self._jobs.feed(job, jobs.MediaFailed(news.sender, news.error.as_value()))
+                self._feed(job, jobs.MediaFailed(news.sender, news.error.as_value()))
 
     def _perform(self, job: JobKey, effects: tuple[Effect, ...]) -> None:
         about = self._about.get(job)

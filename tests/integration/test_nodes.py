@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from node_pairs import PLANES, empty
 
+from epd.client import NodeClient
 from epd.config import load_config
 from epd.encoders.media import DEFAULT_RULES
 from epd.memory.tensors import host_bytes
@@ -74,6 +75,18 @@ async def test_a_request_larger_than_the_pool_is_refused_at_once_with_sizes() ->
         delivery = await prefill.encode(request("fits", items[0]))
         check(delivery, items[0])
         delivery.release()
+
+
+async def test_a_result_that_is_given_up_for_room_leaves_nothing_behind() -> None:
+    """Retained, and wanted by nobody any more: its end has no effect that anybody would hear of."""
+    settings = {"staging__regions": 1, "staging__region_nbytes": MIB, "timeouts__dedup_retention_s": 600.0}
+    async with encoder_node(**settings) as encoder, prefill_node(encoder.listen) as prefill:
+        for nbytes in (600_000, 600_004, 600_008):
+            (await prefill.encode(request(f"{nbytes}", synthetic_item(nbytes)))).release()
+        async with NodeClient(encoder.listen) as client:
+            while (counts := (await client.inventory()).counts)["parts"]:
+                pass  # the last receipt is on its way
+        assert counts["jobs"] == 1
 
 
 async def test_an_item_larger_than_a_region_of_either_side_is_refused_at_once_with_sizes() -> None:
