@@ -121,6 +121,7 @@ def test_connections_that_say_nothing_do_not_keep_probes_out(server: HttpServer)
     ]
     try:
         assert ask(server, "GET", "/healthz") == (200, "ready\n")
+        assert len(server._connections) <= MAX_CONNECTIONS
         assert closed_by_peer(silent[0])  # the oldest made room
     finally:
         for connection in silent:

@@ -12,6 +12,7 @@ from epd.observe.exposition import node_registry, page
 from epd.observe.families import FAMILIES, Histogram, Sample, known_code
 from epd.observe.steps import StepMetrics
 from epd.protocol import encoder, session, slots
+from epd.protocol import prefill_types as t
 from epd.protocol.errors import ReadFailed
 from epd.protocol.ids import Attempt, LeaseId, Part, ReadId, RegionId, Seal, SessionId
 from epd.protocol.machine import Event
@@ -155,6 +156,35 @@ def test_the_states_of_a_recorded_run_are_those_that_people_see(name: str) -> No
     assert counted == {state: expected.get(state, 0) for state in counted}
     assert metrics._transfers == {}
     assert all(s.value == 0 for s in metrics.samples() if s.family == "epd_transfers_open")
+
+
+def live(kind: Any, deadline_s: float, **more: Any) -> Any:
+    return kind((), (), (), (), "model", deadline_s, None, **more)
+
+
+def test_a_request_of_parts_is_counted_by_the_furthest_state_that_it_has_reached() -> None:
+    metrics = StepMetrics("prefill")
+    asked, sized = live(t.Negotiating, 99.0), live(t.Negotiating, 98.0)
+    filling = live(t.Filling, 99.0, lease=LeaseId(1))
+    retried = live(t.Filling, 98.0, lease=LeaseId(1))
+    sizes = t.MetadataReceived(SESSION, Part(0), Attempt(1), ())
+    source = Source(RegionId(0), 0, 8, Seal(3))
+    read = t.StartRead(SESSION, Part(0), Attempt(1), LeaseId(1), 0, source, None)
+    again = t.SendEncodeRequest(SESSION, Part(0), Attempt(2), (), "model", 9.0, None)
+    reached = []
+    for before, after, event, effects in (
+        (t.New(), asked, Event(), ()),
+        (asked, sized, sizes, ()),  # one part's sizes; the other's are to come
+        (sized, filling, t.RoomLeased(LeaseId(1)), ()),
+        (filling, retried, Event(), (read,)),
+        (retried, filling, Event(), (again,)),
+        (filling, retried, sizes, ()),
+    ):
+        metrics.saw_prefill("key", before, after, event, 1.0, effects)
+        now = [s.labels[0] for s in metrics.samples() if s.family == "epd_transfers_open" and s.value]
+        reached += now
+    assert reached == ["requested", "metadata", "buffer-registered", *["forward-done"] * 3]
+    assert value(metrics, "epd_retries") == 1
 
 
 def test_every_ended_part_leaves_the_open_gauge_and_nothing_behind() -> None:
