@@ -8,7 +8,7 @@ forwards stand below it. A forward that several parts share is a child of the fi
 import os
 from collections.abc import Hashable
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -22,7 +22,11 @@ from epd.protocol.ids import TransferId
 from epd.protocol.machine import Effect, Event
 from epd.runtime.machines import Observe
 
-_PROPAGATOR = TraceContextTextMapPropagator()
+EXPORT_S: Final = 2.0
+"""One export, its repeats included, unless an `OTEL_*` variable says otherwise."""
+
+_TIMEOUTS: Final = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class _Request:
@@ -158,7 +162,9 @@ def export_spans() -> None:
 
     resource = Resource.create({SERVICE_NAME: "epd"} if not _is_named() else {})
     provider = SdkProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    # The last batch is sent at the exit, which a collector that is away must not keep waiting for 10 s.
+    timeout_s = None if any(name in os.environ for name in _TIMEOUTS) else EXPORT_S
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=timeout_s)))
     trace.set_tracer_provider(provider)
 
 
