@@ -13,6 +13,7 @@ from epd.protocol.errors import ConfigError, EpdError
 _COMMANDS: Final = {
     "bench": ("epd.cli.bench", "bench_command"),
     "config": ("epd.cli.config", "config_command"),
+    "chaos": ("epd.cli.chaos", "chaos_command"),
     "demo": ("epd.cli.demo", "demo_command"),
     "model-check": ("epd.cli.model_check", "model_check_command"),
     "doctor": ("epd.cli.doctor", "doctor_command"),

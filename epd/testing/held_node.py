@@ -3,8 +3,9 @@
     python -m epd.testing.held_node FD TOML [synthetic]
 
 FD is an inherited SOCK_SEQPACKET socket that carries JSON objects. To the node: `{"hold": NAME}`,
-`{"release": NAME}`, `{"reuse": true}` (misbehave: overwrite every staged result and its seal). From
-the node: `{"ready": {...}}`, `{"reached": NAME}`, `{"reused": N}`.
+`{"release": NAME}`, `{"reuse": true}` (misbehave: overwrite every staged result and its seal),
+`{"free": true}` (misbehave: free what is being read). From the node: `{"ready": {...}}`,
+`{"reached": NAME}`, `{"reused": N}`, `{"freed": N}`.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from epd.forward.base import ForwardWorker
 from epd.forward.process import ProcessWorker
 from epd.node import EncoderNode
 from epd.observe.log import configure_logging
+from epd.protocol import sources
 from epd.protocol.messages import DType, EmbeddingSpec, Probe
 from epd.protocol.sources import SEAL_WORD, seal_offset
 from epd.testing.hold_points import HeldWorker, HoldPoints
@@ -63,6 +65,22 @@ def reuse_early(node: EncoderNode) -> int:
     return len(staged)
 
 
+def free_early(node: EncoderNode) -> int:
+    """As if the receipts had come: free every slot that somebody reads. The real machines change the seal;
+    then the bytes are another's."""
+    buffers, freed = node.buffers, 0
+    for staged, entry in list(buffers._staged.items()):
+        state = buffers._sources.state(staged)
+        if not isinstance(state, sources.Stable) or not state.pins:
+            continue
+        for pin in state.pins:
+            buffers._sources.feed(staged, sources.Unpinned(pin))
+        buffers._sources.feed(staged, sources.EvictWanted())
+        node.pool.view(entry.extent)[: entry.nbytes] = b"\xee" * entry.nbytes
+        freed += 1
+    return freed
+
+
 async def serve(control: socket.socket, config: Config, inner: Encoder, form: ForwardWorker) -> None:
     """Run the node until the other end of `control` closes."""
     loop = asyncio.get_running_loop()
@@ -86,6 +104,8 @@ async def serve(control: socket.socket, config: Config, inner: Encoder, form: Fo
                     case {"release": str(name)}:
                         points.release(name)
                         loop.call_soon_threadsafe(worker.resume)
+                    case {"free": True}:
+                        loop.call_soon_threadsafe(lambda: say({"freed": free_early(node)}))
                     case {"reuse": True}:
                         loop.call_soon_threadsafe(lambda: say({"reused": reuse_early(node)}))
             loop.call_soon_threadsafe(closed.set_result, None)

@@ -29,6 +29,13 @@ class Held(NamedTuple):
     shared_mappings: int
 
 
+def held_by(pid: int) -> Held:
+    """Descriptors, threads and shared mappings of a process, read from /proc."""
+    proc = Path(f"/proc/{pid}")
+    shared = sum("memfd:" in line for line in (proc / "maps").read_text().splitlines())
+    return Held(len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir())), shared)
+
+
 class NodeProcess:
     """A running node. `ready` is its ready line."""
 
@@ -63,16 +70,13 @@ class NodeProcess:
         return self.process.wait(_END_S)
 
     def held(self) -> Held:
-        """Descriptors, threads and shared mappings of the process, read from /proc."""
-        proc = Path(f"/proc/{self.pid}")
-        shared = sum("memfd:" in line for line in (proc / "maps").read_text().splitlines())
-        return Held(len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir())), shared)
+        return held_by(self.pid)
 
 
 @contextlib.contextmanager
 def node_process(settings: Mapping[str, Any], stderr: int | None = None) -> Iterator[NodeProcess]:
     """`epd-node` with these settings (dotted keys). Killed at the end if it still runs."""
-    with _toml(settings) as path:
+    with toml_file(settings) as path:
         command = [sys.executable, "-m", "epd.cli.node", "--config", path]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
         with _ended(process):
@@ -105,6 +109,11 @@ class HeldProcess(NodeProcess):
     def wait_reached(self, name: str) -> None:
         """Until somebody waits at `name`; each arrival counts once. Raises `TimeoutError`."""
         self._wait({"reached": name})
+
+    def free_early(self) -> int:
+        """Make it misbehave: free and reuse every slot that somebody reads. How many there were."""
+        self._control.send(json.dumps({"free": True}).encode())
+        return int(self._wait_key("freed")["freed"])
 
     def reuse_early(self) -> int:
         """Make it misbehave: overwrite every staged result and its seal. How many there were."""
@@ -144,12 +153,16 @@ class HeldProcess(NodeProcess):
 
 
 @contextlib.contextmanager
-def held_encoder(settings: Mapping[str, Any], *, encoder: str = "") -> Iterator[HeldProcess]:
+def held_encoder(
+    settings: Mapping[str, Any], *, encoder: str = "", stderr: int | None = None
+) -> Iterator[HeldProcess]:
     """An encoder process with hold points. `encoder` `synthetic` needs no model and no media."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, _toml({"role": "encoder"} | dict(settings)) as path:
+    with ours, toml_file({"role": "encoder"} | dict(settings)) as path:
         command = [sys.executable, "-m", "epd.testing.held_node", str(theirs.fileno()), path, encoder]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(),)
+        )
         theirs.close()
         with _ended(process):
             ours.settimeout(START_S)
@@ -173,7 +186,7 @@ def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _toml(settings: Mapping[str, Any]) -> Iterator[str]:
+def toml_file(settings: Mapping[str, Any]) -> Iterator[str]:
     """A settings file for dotted keys; JSON's numbers, strings and lists are TOML's."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.writelines(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
