@@ -80,6 +80,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 PlaneFactory = Callable[[], DataPlane]
+_LAST_ANSWERS_S = 1.0
 
 
 class Node(ABC):
@@ -454,11 +455,20 @@ class PrefillNode(Node):
         self.prefill.mailbox.tell(prefill.CancelRequest(request_id))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests; wait until the running ones have ended. False if time ran out."""
+        """Take no new requests; wait until the running ones have ended. False if time ran out.
+
+        Then what was not delivered has failed as `draining` (retryable), and its clients were told.
+        """
         self._note_draining()
-        idle = asyncio.Event()
+        idle, told = asyncio.Event(), asyncio.Event()
         self.prefill.mailbox.tell(prefill.Drain(idle.set))
-        return await _is_set_within(idle, timeout_s)
+        if await _is_set_within(idle, timeout_s):
+            return True
+        # In this order: clients hear from the prefill actor of what it has failed, then of the end.
+        to_clients = self.clients.mailbox
+        self.prefill.mailbox.tell(prefill.EndOpen(lambda: to_clients.tell(prefill.EndOpen(told.set))))
+        await _is_set_within(told, _LAST_ANSWERS_S)
+        return False
 
     def counts(self) -> dict[str, int]:
         return self._counts(self.buffers.counts(), self.transfer.counts(), self.prefill.counts())

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from epd.actors.media import Arrived, MediaStore, Progress, Refused
 from epd.actors.outgoing import OutgoingMedia, row_chunks
-from epd.actors.prefill import CancelRequest, SubmitRequest
+from epd.actors.prefill import CancelRequest, EndOpen, SubmitRequest
 from epd.memory.tensors import host_bytes
-from epd.protocol.errors import EpdError, MediaInvalid, WrongRole
+from epd.protocol.errors import Draining, EpdError, MediaInvalid, WrongRole
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import (
     ErrorValue,
@@ -68,7 +68,7 @@ class Digested(NamedTuple):
     result: DigestResult
 
 
-Mail = FromClient | ClientGone | MediaWritable | Delivered | Digested
+Mail = EndOpen | FromClient | ClientGone | MediaWritable | Delivered | Digested
 Key = tuple[SessionId, int]
 MediaUser = tuple[SessionId, int, bytes]
 
@@ -124,6 +124,9 @@ class ClientActor(Actor[Mail]):
                 self._outgoing.pump(message.session)
             case ClientGone():
                 self._lose(message.session)
+            case EndOpen():
+                self._refuse_collecting()
+                message.done()
 
     # -- submits -----------------------------------------------------------------------------
 
@@ -183,6 +186,12 @@ class ClientActor(Actor[Mail]):
                 lambda delivery: self.mailbox.tell(Delivered(session, number, delivery)),
             )
         )
+
+    def _refuse_collecting(self) -> None:
+        for key, opened in list(self._open.items()):
+            if opened.collecting:
+                self._drop_media(key, opened)
+                self._refuse(key, Draining("the node stops: its time for draining is over"))
 
     # -- answers -----------------------------------------------------------------------------
 

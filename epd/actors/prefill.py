@@ -23,7 +23,7 @@ from epd.memory.pool import Extent, Pool
 from epd.observe.log import log_transfer_ended
 from epd.protocol import prefill as machine
 from epd.protocol import prefill_types as t
-from epd.protocol.errors import Busy, Draining, EpdError, MediaInvalid, error_from_value
+from epd.protocol.errors import Busy, Cancelled, Draining, EpdError, MediaInvalid, error_from_value
 from epd.protocol.group import Deliver
 from epd.protocol.ids import Incarnation, LeaseId, Part, SessionId, TransferId
 from epd.protocol.machine import Effect, Event
@@ -105,6 +105,12 @@ class Drain(NamedTuple):
     idle: Callable[[], None]
 
 
+class EndOpen(NamedTuple):
+    """The time for draining is over: what is open and not delivered fails as `draining`, then `done`."""
+
+    done: Callable[[], None]
+
+
 Mail = (
     SubmitRequest
     | CancelRequest
@@ -115,6 +121,7 @@ Mail = (
     | EncoderLost
     | MediaWritable
     | Drain
+    | EndOpen
     | RoomAnswer
     | ItemRead
     | LeaseLetGo
@@ -184,6 +191,7 @@ class PrefillActor(Actor[Mail]):
         self._media = OfferedMedia(endpoint)
         self._next_transfer = 1
         self._draining = False
+        self._out_of_time = False
         self.states_seen: set[str] = set()
         self.outcomes: dict[str, int] = {}
         self.begin_span: Callable[[TransferId, str | None], str | None] = lambda _, traceparent: traceparent
@@ -221,6 +229,11 @@ class PrefillActor(Actor[Mail]):
                 self._when_idle = message.idle
                 if not self._open:
                     message.idle()
+            case EndOpen():
+                self._out_of_time = True
+                for transfer in list(self._open):
+                    self._feed(transfer, t.CancelWanted())
+                message.done()
             case _:
                 self._encoder_news(message)
 
@@ -454,6 +467,8 @@ class PrefillActor(Actor[Mail]):
 
     def _fail(self, open_request: _Request, error: ErrorValue) -> None:
         request_id = open_request.request.request_id
+        if self._out_of_time and error.code == Cancelled.code:  # by us, not by its consumer
+            error = Draining("the node stops: its time for draining is over").as_value()
         self._note_outcome(error.code)
         self._log_ended(open_request, error.code)
         error_raised = error_from_value(error)

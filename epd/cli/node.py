@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -22,7 +23,8 @@ from epd.protocol.errors import ConfigError, DataPlaneError
 from epd.runtime.addresses import is_loopback, parse_address
 
 _log = structlog.get_logger()
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLOSING_S = 2.5
+"""Of the time for draining, kept for the last answers, the sessions and the worker; at most half of it."""
 
 
 @click.command("epd-node", context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,7 +39,8 @@ def node_command(**given: Any) -> int:
     try:
         return uvloop.run(serve(config))
     except DataPlaneError as error:  # chosen, or sized, by the configuration
-        raise ConfigError(f"data_plane: {error.message}", key="data_plane") from error
+        key = "device" if config.device.startswith("cuda") else "data_plane"
+        raise ConfigError(f"{key}: {error.message}", key=key) from error
 
 
 async def serve(config: Config) -> int:
@@ -49,7 +52,8 @@ async def serve(config: Config) -> int:
         if not stopping.done():
             stopping.set_result(None)
 
-    for number in _STOP_SIGNALS:
+    stop_signals = _stop_signals()
+    for number in stop_signals:
         loop.add_signal_handler(number, stop)
     node = EncoderNode(config) if config.role == "encoder" else PrefillNode(config)
     async with node:
@@ -63,14 +67,14 @@ async def serve(config: Config) -> int:
         gc.freeze()
         await asyncio.wait((stopping, node.failure), return_when=asyncio.FIRST_COMPLETED)
         if not node.failure.done():
-            await _drain(node, config.drain_timeout_s)
+            await _drain(node, config.drain_timeout_s, stop_signals)
         if node.failure.done() and node.failure.exception() is not None:
             click.echo(f"{node.node_id}: {node.failure.exception()}", err=True)
             return 1
     return 0
 
 
-async def _drain(node: EncoderNode | PrefillNode, timeout_s: float) -> None:
+async def _drain(node: EncoderNode | PrefillNode, timeout_s: float, stop_signals: Sequence[int]) -> None:
     """Until idle, out of time, stopped by a second signal, or failed."""
     loop = asyncio.get_running_loop()
     _log.info("draining", node=node.node_id, timeout_s=timeout_s)
@@ -82,12 +86,18 @@ async def _drain(node: EncoderNode | PrefillNode, timeout_s: float) -> None:
                 if draining:
                     scope.reschedule(loop.time())
 
-            for number in _STOP_SIGNALS:
+            for number in stop_signals:
                 loop.add_signal_handler(number, give_up)
             node.failure.add_done_callback(give_up)
-            drained = await node.drain(timeout_s)
+            drained = await node.drain(max(timeout_s - _CLOSING_S, timeout_s / 2))
     draining = False
     _log.info("drained" if drained else "drain given up", node=node.node_id)
+
+
+def _stop_signals() -> list[int]:
+    """SIGHUP too, unless whoever started us has ignored it (nohup)."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 def _say_ready(node: EncoderNode | PrefillNode) -> None:

@@ -17,6 +17,7 @@ from epd.protocol.errors import ConfigError
 from epd.protocol.rates import RateLimits
 from epd.protocol.wire import MAX_ITEMS_PER_PART
 from epd.runtime.addresses import is_loopback, parse_address
+from epd.runtime.processors import usable_processors
 
 MIB: Final = 1024 * 1024
 
@@ -169,9 +170,13 @@ class Config(_Table, frozen=True, kw_only=True):
         return "127.0.0.1" if is_loopback(host) else host
 
     def worker_threads(self) -> int:
-        """Threads of one forward: as configured, or half of the processors this process may use. The
-        other half is for the node itself and for the other nodes of this host."""
-        return self.worker.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+        """Threads of one forward: as configured, else `OMP_NUM_THREADS`, else half of the processors
+        that affinity and cgroup allow. The other half is for the node itself and for the other nodes of
+        this host. A node has one worker, so nothing is divided further."""
+        asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        if self.worker.threads is None and asked.isdecimal() and int(asked) > 0:
+            return min(int(asked), 1024)
+        return self.worker.threads or max(1, usable_processors() // 2)
 
     def mailbox_bound(self) -> int:
         """Messages that one mailbox may hold. None of what is summed here waits for anything else, so

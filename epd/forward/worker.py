@@ -36,6 +36,7 @@ def main(socket_fd: int, node_pidfd: int) -> int:
     # Signals to the whole process group are for the node: it drains, then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Of pictures' sizes, which have a limit of ours, and of odd metadata: nobody reads them here.
     warnings.filterwarnings("ignore", module="PIL")
     for fd in (socket_fd, node_pidfd):

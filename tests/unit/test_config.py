@@ -245,9 +245,12 @@ def test_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
 
 
 def test_the_worker_has_the_threads_it_was_given_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for cpus, threads in ((1, 1), (2, 1), (16, 8)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cpus=cpus: set(range(cpus)))
+        monkeypatch.setattr("epd.config.schema.usable_processors", lambda cpus=cpus: cpus)
         assert load_config(None, ENCODER).worker_threads() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "6,2")
+    assert load_config(None, ENCODER).worker_threads() == 6
     assert load_config(None, ENCODER | {"worker.threads": 3}).worker_threads() == 3
 
 
