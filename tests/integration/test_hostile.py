@@ -62,11 +62,12 @@ NUMBERS = (0, 1, -1, 127, 128, 2**31, 2**63 - 1, -(2**63))
 class Hostile:
     """A bare endpoint of some role; what it sends is the test's to choose."""
 
-    def __init__(self, role: Role, like: Any) -> None:
+    def __init__(self, role: Role, like: Any, data_plane: str = "shm") -> None:
         loop = asyncio.get_running_loop()
         clock = MonotonicClock()
         self._role = role
         self._like = like
+        self._data_plane = data_plane
         self.sessions: asyncio.Queue[SessionId] = asyncio.Queue()
         self.heard: list[AnyMessage] = []
         self.answer: Callable[[SessionId, AnyMessage], None] = lambda session, message: None
@@ -89,7 +90,7 @@ class Hostile:
             PROTOCOL_VERSION,
             LOGIC_VERSION,
             fingerprint,
-            "" if client else "shm",
+            "" if client else self._data_plane,
             "" if client else self._like,
             PeerLimits(128, 2**40, 2**40),
         )
