@@ -84,7 +84,7 @@ class Proxy:
                     self._doubles -= 1
                     to.write(frame)
                 await to.drain()
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError, RuntimeError):  # uvloop: the handle is closed
             pass
         finally:
             for writer in (to, back):
