@@ -3,11 +3,10 @@
 from typing import Final, NamedTuple
 
 from epd.check.explorer import explore
-from epd.check.faults import ALL, CHANNEL, CONSUMER, ENCODER, HOSTILE, READS, TIMEOUTS
+from epd.check.faults import ALL, CHANNEL, CONSUMER, ENCODER, HOSTILE, RANKS, READS, TIMEOUTS
 from epd.check.machines import Cell
-from epd.check.script import script_of
+from epd.check.script import WORLDS, script_of
 from epd.check.setup import Part, Setup
-from epd.check.world import World
 
 ONE: Final = (Part((0,)),)
 """A request for one picture."""
@@ -31,11 +30,12 @@ class Result(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """`about` says what it is for."""
+    """`about` says what it is for; `world` which world it is (see `script.WORLDS`)."""
 
     name: str
     about: str
     setup: Setup
+    world: str = "nodes"
 
 
 CONFIGURATIONS: Final = (
@@ -82,6 +82,24 @@ CONFIGURATIONS: Final = (
         "1 request, 1 encoder; messages are dropped, repeated and reordered",
         Setup((ONE,), HOSTILE | READS | TIMEOUTS | CONSUMER, 2, hostile=True),
     ),
+    Configuration(
+        "group-of-two",
+        "2 requests that share one slot, on 2 ranks; reads end differently on each; a rank is lost",
+        Setup((ONE, ONE), READS | CONSUMER | RANKS | {"cut", "timeout", "read-timeout"}, 2),
+        "group",
+    ),
+    Configuration(
+        "sessions",
+        "2 sessions, one after the other: ended by either side, by silence, by a lost lane",
+        Setup((), frozenset({"cut", "close", "probe", "beat", "timeout", "refuse"}), 1),
+        "sessions",
+    ),
+    Configuration(
+        "sessions-hostile",
+        "2 sessions on a wire that drops, repeats, reorders and garbles frames",
+        Setup((), HOSTILE | {"reorder", "garble"}, 2),
+        "sessions",
+    ),
 )
 
 
@@ -119,13 +137,13 @@ def run_configuration(
     setup = configuration.setup
     if faults is not None:
         setup = setup._replace(faults=faults)
-    world = World(setup)
+    world = WORLDS[configuration.world](setup, None)
     explored = explore(world, max_depth=max_depth, deadlines=setup.hostile)
     script: tuple[str, ...] = ()
     violation = None
     if explored.found is not None:
         violation = str(explored.found.violation)
-        script = (f"# {violation}", *script_of(setup, explored.found.trace))
+        script = (f"# {violation}", *script_of(setup, explored.found.trace, world=configuration.world))
     return Result(
         configuration.name,
         bounds_of(setup, world.longest_queue),

@@ -93,11 +93,11 @@ class EncoderView(NamedTuple):
 
 
 class RankView(NamedTuple):
-    """One rank of a group: entries applied, in order; `log` is rank 0's."""
+    """One rank of a group: entries applied, in order; `log` is rank 0's, `number` this rank's place in it."""
 
     applied: tuple[str, ...] = ()
     log: tuple[str, ...] = ()
-    flaws: tuple[str, ...] = ()
+    number: int = 0
 
 
 class View(NamedTuple):
@@ -191,8 +191,9 @@ def i6_one_order(view: View) -> Violation | None:
         return None
     log = view.ranks[0].log
     for number, rank in enumerate(view.ranks):
-        if rank.applied != log[: len(rank.applied)]:
-            return Violation("I6", f"rank {number} applied {rank.applied}, the log is {log}")
+        if rank.applied != log[: rank.number]:
+            applied, due = ", ".join(rank.applied), ", ".join(log[: rank.number])
+            return Violation("I6", f"rank {number} applied {applied or 'nothing'}, where the log has {due}")
     return None
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, NamedTuple
 
-from epd.protocol import encoder, jobs, prefill, reads, slots, sources
+from epd.protocol import encoder, group, jobs, prefill, rank, reads, session, slots, sources
 from epd.protocol import prefill_types as t
 from epd.protocol.machine import Effect, Event, Step
 
@@ -44,6 +44,9 @@ def shipped(attempts: int) -> dict[str, Kind]:
         "read": Kind(reads.INITIAL, reads.step, reads.Limits(2), (reads.TRANSITIONS,)),
         "part": Kind(encoder.INITIAL, encoder.step, encoder.Limits(), (encoder.TRANSITIONS,)),
         "job": Kind(jobs.INITIAL, jobs.step, jobs.Limits(), (jobs.TRANSITIONS,)),
+        "group": Kind(group.INITIAL, group.step, group.Limits(), (group.TRANSITIONS,)),
+        "rank": Kind(rank.INITIAL, rank.step, rank.Limits(), (rank.TRANSITIONS,)),
+        "session": Kind(session.INITIAL, session.step, session.SessionLimits(), (session.TRANSITIONS,)),
         "source": Kind(sources.INITIAL, sources.step, sources.Limits(), (sources.TRANSITIONS,)),
     }
 

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from epd.check.explorer import Explored, explore
 from epd.check.machines import Patch, StepFunction
-from epd.check.script import script_of
+from epd.check.script import WORLDS, script_of
 from epd.check.setup import Part, Setup
-from epd.check.world import World
-from epd.protocol import encoder, jobs, reads, slots, sources
+from epd.protocol import encoder, group, jobs, rank, reads, session, slots, sources
 from epd.protocol import prefill_types as t
 from epd.protocol.ids import LeaseId
 from epd.protocol.machine import Event, State, Step, TimerExpired
@@ -32,6 +31,7 @@ class Mutation(NamedTuple):
     invariant: str
     setup: Setup
     patches: dict[str, Patch] = {}  # noqa: RUF012 - never changed
+    world: str = "nodes"
     liveness: bool = True
     """False: ask only what holds in every state."""
 
@@ -142,6 +142,29 @@ def _without_grant(state: jobs.Unstarted | jobs.Absent, event: jobs.Subscribed, 
     return Step(jobs.Fetching(joined.wishes, sender), (jobs.FetchMedia(sender),))
 
 
+def _replace_rank(state: group.Leading, event: Any, step: StepFunction) -> Step:
+    return Step(state, ())
+
+
+def _skip_entry(state: rank.Following, event: rank.EntryReceived, step: StepFunction) -> Step:
+    applied = _as_shipped(step, state, event)
+    return Step(applied.state, ()) if isinstance(event.entry, group.Read) and state.rank else applied
+
+
+def _first_rank_will_do(state: group.Leading, event: group.RankRead, step: StepFunction) -> Step:
+    leases = tuple(
+        replace(held, reads=tuple(replace(g, missing=g.missing & {event.rank}) for g in held.reads))
+        for held in state.leases
+    )
+    return _as_shipped(step, replace(state, leases=leases), event)
+
+
+def _go_on_after_a_gap(state: session.Open, event: session.FrameReceived, step: StepFunction) -> Step:
+    if event.lane or event.sequence < state.control_received:
+        return _as_shipped(step, state, event)
+    return Step(replace(state, control_received=event.sequence + 1), ())
+
+
 def _kinds(*kinds: str) -> frozenset[str]:
     return frozenset(kinds)
 
@@ -234,6 +257,40 @@ MUTATIONS: Final = (
         Setup((ONE,), _kinds("cut"), 1, broken=_kinds("any session")),
     ),
     Mutation(
+        "accept a frame of an earlier session",
+        "I8",
+        Setup((), _kinds("cut"), 1, broken=_kinds("any frame")),
+        world="sessions",
+    ),
+    Mutation(
+        "go on after a gap in a session",
+        "I8",
+        Setup((), _kinds("drop"), 1),
+        {"session": on(session.Open, session.FrameReceived, _go_on_after_a_gap)},
+        world="sessions",
+    ),
+    Mutation(
+        "replace one lost rank alone",
+        "I6",
+        Setup((ONE,), _kinds("lose-rank"), 1, broken=_kinds("replace a rank")),
+        {"group": on(group.Leading, group.RankLost, _replace_rank)},
+        world="group",
+    ),
+    Mutation(
+        "skip an entry of the group log",
+        "I6",
+        Setup((ONE,), frozenset(), 0),
+        {"rank": on(rank.Following, rank.EntryReceived, _skip_entry)},
+        world="group",
+    ),
+    Mutation(
+        "Receipt before all ranks have read",
+        "I6",
+        Setup((ONE,), frozenset(), 0),
+        {"group": on(group.Leading, group.RankRead, _first_rank_will_do)},
+        world="group",
+    ),
+    Mutation(
         "two attempts of a part open at once",
         "I3",
         Setup((ONE,), _kinds("timeout"), 1, hostile=True, broken=_kinds("two attempts")),
@@ -277,14 +334,14 @@ MUTATIONS: Final = (
 
 def run_mutation(mutation: Mutation) -> MutationResult:
     """Explore until it is found."""
-    world = World(mutation.setup, mutation.patches)
+    world = WORLDS[mutation.world](mutation.setup, mutation.patches)
     explored: Explored = explore(world, deadlines=mutation.setup.hostile, liveness=mutation.liveness)
     found = explored.found
     if found is None:
         return MutationResult(
             mutation.name, mutation.invariant, None, 0, explored.states, explored.seconds, ()
         )
-    script = script_of(mutation.setup, found.trace, world=World(mutation.setup, mutation.patches))
+    script = script_of(mutation.setup, found.trace, world=mutation.world, patches=mutation.patches)
     return MutationResult(
         mutation.name,
         mutation.invariant,

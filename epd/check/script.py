@@ -46,19 +46,48 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 | `settle` | one fair run without faults until nothing can happen (a `>` line per move, then its steps) |
 | `held` | everything that is held, or `nothing` |
 
+`world group requests=0` is a rank group of two (`group_world.py`): `submit r0`, `answer 0`, `ready 0` (the
+encoder), `entry 1` and `word 1` (the log's next entry arrives at rank 1, a word of it at rank 0),
+`read-ends 1 2 ok`, `read-timeout 1 1 52`, `release-rank 1 0`, `cut`, `lose-rank 1`, `timeout`, `cancel`.
+`world sessions attempts=2` are the two sides of a connection (`session_world.py`; side 0 dials): `dial`,
+`frame 0` and `drop-frame`, `repeat-frame`, `garble-frame` (by place), `send 0 1`, `media-up 1`,
+`lost-lane 0 1 0`, `close 0 1`, `probe 1 0`, `beat 0 1`, `session-timeout 0 1 10` (side, session, second).
+
 `s4` is session 4, of encoder 4 % 4; `e0` an encoder; `r0` a request. Errors are `ScriptError`, with the line.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
-from epd.check.explorer import settle_path
+from epd.check.explorer import Explorable, settle_path
 from epd.check.faults import ALL
+from epd.check.group_world import GroupWorld
+from epd.check.machines import Machines, Patch
 from epd.check.moves import Move
+from epd.check.session_world import SessionWorld
 from epd.check.setup import Part, Setup
 from epd.check.world import World
 from epd.protocol.errors import EpdError
+
+
+class Playable(Explorable, Protocol):
+    """What a script needs of a world."""
+
+    machines: Machines
+    longest_queue: int
+    """The most messages that ever were on their way on one channel."""
+
+    def apply_logged(self, state: Any, move: Move) -> Any: ...
+    def held(self, state: Any) -> tuple[str, ...]: ...
+
+
+WORLDS: Final[dict[str, Callable[[Setup, dict[str, Patch] | None], Playable]]] = {
+    "nodes": World,
+    "group": GroupWorld,
+    "sessions": SessionWorld,
+}
+"""By the word behind `world`; `nodes` goes without saying."""
 
 _SIGNATURES: Final = {
     "submit": "r",
@@ -98,7 +127,7 @@ class ScriptError(EpdError):
     code = "script"
 
 
-def render_setup(setup: Setup) -> str:
+def render_setup(setup: Setup, world: str = "nodes") -> str:
     """The `world` command."""
     requests = ",".join(
         "/".join(
@@ -106,7 +135,8 @@ def render_setup(setup: Setup) -> str:
         )
         for parts in setup.requests
     )
-    words = [f"world requests={requests}"]
+    words = ["world"] if world == "nodes" else ["world", world]
+    words += [f"requests={requests}"] if requests else []
     default = Setup((), frozenset(), 0)
     if setup.rows != default.rows:
         words.append("rows=" + ",".join(map(str, setup.rows)))
@@ -120,10 +150,14 @@ def render_setup(setup: Setup) -> str:
     return " ".join(words)
 
 
-def parse_setup(line: str) -> Setup:
-    """The shape that a `world` command asks for; nothing bounds its faults."""
+def parse_world(line: str) -> Playable:
+    """The world that a `world` command asks for; nothing bounds its faults."""
     setup = Setup((), ALL, 10**6)
+    kind = "nodes"
     for word in line.split()[1:]:
+        if word in WORLDS:
+            kind = word
+            continue
         name, _, value = word.partition("=")
         try:
             setup = setup._replace(**{name: _parse_value(name, value)})
@@ -131,9 +165,9 @@ def parse_setup(line: str) -> Setup:
             raise ScriptError(
                 f"{line!r}: {value!r} is no value of {name!r}, or there is no such setting"
             ) from None
-    if not setup.requests:
+    if not setup.requests and kind != "sessions":
         raise ScriptError(f"{line!r}: says no requests=")
-    return setup
+    return WORLDS[kind](setup, None)
 
 
 def _parse_value(name: str, value: str) -> Any:
@@ -197,7 +231,7 @@ def run(lines: Iterable[str]) -> Iterator[str]:
             continue
         try:
             if command.split()[0] == "world":
-                player = _Player(World(parse_setup(command)))
+                player = _Player(parse_world(command))
             elif player is None:
                 raise ScriptError(f"{command!r} before `world`")
             else:
@@ -206,10 +240,12 @@ def run(lines: Iterable[str]) -> Iterator[str]:
             raise ScriptError(f"line {number}: {error.message}") from None
 
 
-def script_of(setup: Setup, trace: Sequence[Move], *, world: World | None = None) -> list[str]:
-    """A script that makes these moves, with their outcome (in `world` if given, else as shipped)."""
-    player = _Player(world or World(setup._replace(kinds=ALL, faults=10**6)))
-    lines = [render_setup(setup)]
+def script_of(
+    setup: Setup, trace: Sequence[Move], *, world: str = "nodes", patches: dict[str, Patch] | None = None
+) -> list[str]:
+    """A script that makes these moves, with their outcome: of the machines as shipped, unless patched."""
+    player = _Player(WORLDS[world](setup._replace(kinds=ALL, faults=10**6), patches))
+    lines = [render_setup(setup, world)]
     for move in trace:
         command = render_move(move.words)
         lines.append(command)
@@ -220,7 +256,7 @@ def script_of(setup: Setup, trace: Sequence[Move], *, world: World | None = None
 class _Player:
     """Plays commands in one world, and says what came of them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Playable) -> None:
         self._world = world
         world.machines.log = []
         self._state = world.initial()
