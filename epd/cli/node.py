@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ def node_command(**given: Any) -> int:
     """
     config = settings_of(**given).config
     configure_logging(config.log_format)
+    _raise_descriptor_limit()
     try:
         return uvloop.run(serve(config))
     except DataPlaneError as error:  # chosen, or sized, by the configuration
@@ -92,6 +94,12 @@ async def _drain(node: EncoderNode | PrefillNode, timeout_s: float, stop_signals
             drained = await node.drain(max(timeout_s - _CLOSING_S, timeout_s / 2))
     draining = False
     _log.info("drained" if drained else "drain given up", node=node.node_id)
+
+
+def _raise_descriptor_limit() -> None:
+    """The soft limit on open files to the hard one: libzmq aborts the process when it runs out."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _stop_signals() -> list[int]:

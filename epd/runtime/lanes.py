@@ -38,25 +38,22 @@ _MAX_SOCKETS: Final = 65535
 
 
 def open_context(max_peers: int) -> zmq.Context[zmq.Socket[bytes]]:
-    """A context of our own that has room for `max_peers` sessions, after making room for descriptors.
+    """A context of our own that has room for `max_peers` sessions.
 
-    Raises `ConfigError` with both numbers when the limit on open files is too low: a listener
+    Raises `ConfigError` with both numbers when this process's limit on open files is too low: a listener
     without descriptors would spin on accept.
     """
     needed = _DESCRIPTORS_PER_SESSION * max_peers + _DESCRIPTORS_OF_NODE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if hard != unlimited and hard < needed:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # raised by `epd-node`; others' is not ours to set
+    if limit != resource.RLIM_INFINITY and limit < needed:
         raise ConfigError(
-            f"limits.max_peers: {max_peers} peers need {needed} open files, the limit is {hard}; "
+            f"limits.max_peers: {max_peers} peers need {needed} open files, the limit is {limit}; "
             f"lower the one or raise the other",
             key="limits.max_peers",
             given=max_peers,
             needed=needed,
-            limit=hard,
+            limit=limit,
         )
-    if soft not in {hard, unlimited}:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Twice: sockets that were closed count until the I/O thread has reaped them.
     context.set(zmq.MAX_SOCKETS, min(2 * _SOCKETS_PER_SESSION * max_peers + 64, _MAX_SOCKETS))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -31,6 +32,11 @@ from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
 from epd.runtime.lanes import LaneSocket
 from epd.runtime.timers import Timers
+
+# 256 peers a node: what `epd-node` does for itself, and embedding programs for theirs.
+_HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (_HARD, _HARD))
+
 
 PATIENT = SessionLimits(3600.0, 3600.0, 3600.0, connect_s=30.0, drain_s=30.0)
 """Nothing is noticed by silence, and no heartbeat comes by itself: whatever is noticed was an event."""

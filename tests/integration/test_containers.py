@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -146,3 +148,38 @@ def test_a_failure_at_start_ends_the_process_with_one_line(arguments: list[str],
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert named in done.stderr
+
+
+@pytest.mark.slow
+def test_too_few_descriptors_are_refused_with_both_numbers_and_the_soft_limit_is_raised() -> None:
+    def limited(soft: int, hard: int) -> list[str]:
+        return [
+            "sh",
+            "-c",
+            f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"',
+            "sh",
+            *NODE,
+            *PREFILL,
+            *SHM,
+        ]
+
+    done = subprocess.run(limited(256, 512), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert re.search(r"limits.max_peers: 64 peers need \d+ open files, the limit is 512", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    with started(*limited(256, 4096), *SMALL, stderr=subprocess.DEVNULL) as node:
+        limits = Path(f"/proc/{node.pid}/limits").read_text()
+        assert re.search(r"Max open files +4096 +4096", limits)
+
+
+@pytest.mark.slow
+def test_ports_that_are_taken_are_named_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for setting in (f"listen=tcp://127.0.0.1:{port}", f"metrics_port={port}"):
+            command = [*NODE, *PREFILL, *SHM, *SMALL, "--set", setting]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 2
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+            assert setting.partition("=")[0] in done.stderr
+            assert str(port) in done.stderr

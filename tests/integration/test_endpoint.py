@@ -348,6 +348,22 @@ async def test_every_address_of_a_name_is_tried(
     assert session in prefill.endpoint.peers()
 
 
+async def test_a_name_is_resolved_again_at_every_dial(
+    monkeypatch: pytest.MonkeyPatch, prefill: TestNode, encoder: TestNode
+) -> None:
+    """A pod that came back has another address under its old name."""
+    answers = iter([free_port(), int(encoder.address.rpartition(":")[2])])
+
+    async def moved(address: Address) -> list[Address]:
+        return [Address("127.0.0.1", next(answers))] if address.host == "pod.invalid" else [address]
+
+    monkeypatch.setattr(dialler, "resolve", moved)
+    assert (await prefill.ended(prefill.endpoint.dial("tcp://pod.invalid:7101"))).code == "peer_unreachable"
+    session = prefill.endpoint.dial("tcp://pod.invalid:7101")
+    await prefill.opened()
+    assert session in prefill.endpoint.peers()
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:70000", "tcp://127.0.0.1", "udp://a:1", "tcp://a:12x"])
 async def test_a_malformed_address_is_refused_at_once(prefill: TestNode, address: str) -> None:
     with pytest.raises(ConfigError):
