@@ -5,9 +5,12 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from epd.config import load_config
 from epd.dataplane.base import DataPlane, ReadState
@@ -16,7 +19,10 @@ from epd.node import PrefillNode
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import RegionDescriptor
 from epd.request import Delivery, EmbeddingRequest, ImageItem
+from epd.runtime.keys import new_keys, read_secret_key, write_keys
 from epd.testing.synthetic import synthetic_item
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Encoder(NamedTuple):
@@ -83,10 +89,10 @@ class Pair:
 
 @contextlib.contextmanager
 def encoder_process(
-    data_plane: str, regions: int, region_nbytes: int, *, metrics: bool = False
+    data_plane: str, regions: int, region_nbytes: int, settings: Mapping[str, Any] = NOTHING
 ) -> Iterator[Encoder]:
     command = [sys.executable, "-m", "epd.bench.synthetic", data_plane, str(regions), str(region_nbytes)]
-    command += ["metrics"] if metrics else []
+    command.append(json.dumps(dict(settings)))
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -100,17 +106,24 @@ def encoder_process(
 
 @contextlib.asynccontextmanager
 async def pair(
-    data_plane: Choice, regions: int, region_nbytes: int, *, metrics: bool = False
+    data_plane: Choice, regions: int, region_nbytes: int, *, metrics: bool = False, curve: bool = False
 ) -> AsyncIterator[Pair]:
     """A warm, connected pair on `mooncake` or `shm`."""
-    with encoder_process(data_plane, regions, region_nbytes, metrics=metrics) as encoder:
+    settings: dict[str, Any] = {"metrics_port": 0} if metrics else {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        encoder_process(
+            data_plane, regions, region_nbytes, settings | (_new_keys(folder) if curve else {})
+        ) as encoder,
+    ):
         overrides = {
             "role": "prefill",
             "encoders": [encoder.address],
             "data_plane": data_plane,
             "pool.regions": regions,
             "pool.region_nbytes": region_nbytes,
-            "metrics_port": 0 if metrics else None,
+            **settings,
+            **(_prefill_keys(folder, encoder.address) if curve else {}),
         }
         plane = open_plane(data_plane, "127.0.0.1")
         watched = _Watched(plane)
@@ -120,6 +133,26 @@ async def pair(
             await connected.latency_s(synthetic_item(4))
             connected.segment, connected.exported = watched.segment, watched.exported
             yield connected
+
+
+def _new_keys(folder: str) -> dict[str, str]:
+    """Keys for both sides; the encoder's settings."""
+    for name in ("encoder", "prefill"):
+        write_keys(f"{folder}/{name}", new_keys())
+    key = read_secret_key(f"{folder}/prefill").public
+    return _settings_for(folder, "encoder", f'key = "{key}"\nrole = "prefill"')
+
+
+def _prefill_keys(folder: str, address: str) -> dict[str, str]:
+    key = read_secret_key(f"{folder}/encoder").public
+    return _settings_for(folder, "prefill", f'key = "{key}"\nrole = "encoder"\naddresses = ["{address}"]')
+
+
+def _settings_for(folder: str, name: str, entry: str) -> dict[str, str]:
+    peers = Path(folder) / f"{name}.toml"
+    peers.write_text(f"[[peer]]\n{entry}\n")
+    peers.chmod(0o644)
+    return {"security.secret_key": f"{folder}/{name}", "security.peers": str(peers)}
 
 
 class _Watched:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import uvloop
 
-from epd.bench import metrics, throughput, transfer
+from epd.bench import curve, metrics, throughput, transfer
 from epd.bench.report import Row, machine
 from epd.dataplane.select import Choice, open_plane
 from epd.protocol.errors import DataPlaneError
@@ -17,6 +17,7 @@ Scenario = Callable[..., Awaitable[list[Row]]]
 SCENARIOS: dict[str, Scenario] = {
     "transfer": transfer.run,
     "throughput": throughput.run,
+    "curve": curve.run,
     "metrics": metrics.run,
 }
 
@@ -32,7 +33,7 @@ SCENARIOS: dict[str, Scenario] = {
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def bench_command(scenario: str, quick: bool, data_plane: Choice, as_json: bool) -> None:
-    """Measure SCENARIO: `transfer` (latency) `throughput` (zero-byte transfers), `metrics` (their cost)."""
+    """Measure SCENARIO: `transfer` (latency), `throughput` (no bytes), `metrics`, `curve` (their cost)."""
     rows = uvloop.run(_run(SCENARIOS[scenario], _planes(data_plane), quick))
     report = {"scenario": scenario, "rows": [row.as_json() for row in rows], "machine": machine()}
     if as_json:
