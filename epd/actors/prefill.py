@@ -7,6 +7,7 @@ import structlog
 
 from epd.actors.encoders import Encoder, Encoders
 from epd.actors.group import RankGroup, Shown
+from epd.actors.holders import Holder, say_who_holds
 from epd.actors.outgoing import OfferedMedia
 from epd.actors.receive_buffers import (
     ItemRead,
@@ -23,7 +24,15 @@ from epd.memory.pool import Extent, Pool
 from epd.observe.log import log_transfer_ended
 from epd.protocol import prefill as machine
 from epd.protocol import prefill_types as t
-from epd.protocol.errors import Busy, Cancelled, Draining, EpdError, MediaInvalid, error_from_value
+from epd.protocol.errors import (
+    Busy,
+    Cancelled,
+    Draining,
+    EpdError,
+    MediaInvalid,
+    PoolExhausted,
+    error_from_value,
+)
 from epd.protocol.group import Deliver
 from epd.protocol.ids import Incarnation, LeaseId, Part, SessionId, TransferId
 from epd.protocol.machine import Effect, Event
@@ -384,11 +393,21 @@ class PrefillActor(Actor[Mail]):
                     self._media.withdraw(transfer, open_request.request.items)
                     self._group.deliver(effect.lease, effect.specs)
                 case t.FailRequest():
-                    self._group.end(transfer, effect.error)
+                    self._group.end(transfer, self._explained(open_request, effect.error))
                 case t.WarnUnconsumed():
                     _log.warning("delivery not consumed", request=open_request.request.request_id)
         if isinstance(self._transfers.state(transfer), t.New):
             self._forget(open_request)
+
+    def _explained(self, failed: _Request, error: ErrorValue) -> ErrorValue:
+        if error.code != PoolExhausted.code:
+            return error
+        holders = [
+            Holder(one.request.request_id, next(reversed(one.phases_s)), one.extents)
+            for one in (*self._open.values(), *self._unshown.values())
+            if one.extents
+        ]
+        return say_who_holds(self._pool, holders, failed.request.request_id, error)
 
     def _send(
         self,

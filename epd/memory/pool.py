@@ -21,6 +21,7 @@ class Extent(NamedTuple):
 
 
 def aligned(nbytes: int) -> int:
+    """What an item of `nbytes` takes of a pool."""
     """What an extent of so many bytes takes from the pool."""
     return (nbytes + ALIGNMENT_NBYTES - 1) & -ALIGNMENT_NBYTES
 
