@@ -30,7 +30,7 @@ class Holder(NamedTuple):
 
 
 def say_who_holds(pool: Pool, holders: Sequence[Holder], waited: str, error: ErrorValue) -> ErrorValue:
-    """The error with bytes by state. Names are only in the log: other clients' are not the waiter's business."""
+    """The error with bytes by state; names only in the log: other clients' are not the waiter's business."""
     by_state: Counter[str] = Counter()
     for holder in holders:
         by_state[holder.state] += holder.nbytes
