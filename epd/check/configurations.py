@@ -78,6 +78,16 @@ CONFIGURATIONS: Final = (
         Setup((ONE,), ORDERED, 1, mailboxes="both"),
     ),
     Configuration(
+        "mailboxes-shared-job",
+        "2 requests for the same picture, 2 staging slots; mailboxes in the encoder",
+        Setup((ONE, ONE), CONSUMER | {"evict"}, 1, staging_slots=2, pool_slots=2, mailboxes="encoder"),
+    ),
+    Configuration(
+        "too-large",
+        "1 request that would not fit an empty pool",
+        Setup(((Part((0, 0)),),), CONSUMER | CHANNEL, 1, rows=(1,)),
+    ),
+    Configuration(
         "hostile",
         "1 request, 1 encoder; messages are dropped, repeated and reordered",
         Setup((ONE,), HOSTILE | READS | TIMEOUTS | CONSUMER, 2, hostile=True),
@@ -92,6 +102,12 @@ CONFIGURATIONS: Final = (
         "sessions",
         "2 sessions, one after the other: ended by either side, by silence, by a lost lane",
         Setup((), frozenset({"cut", "close", "probe", "beat", "timeout", "refuse"}), 1),
+        "sessions",
+    ),
+    Configuration(
+        "sessions-closing",
+        "1 session that both sides may close at once",
+        Setup((), frozenset({"close"}), 2, attempts=1),
         "sessions",
     ),
     Configuration(

@@ -104,7 +104,8 @@ class GroupWorld:
         yield from (move for move in self.resting_moves(state) if move.cost <= state.faults)
         if state.over:
             return
-        if state.submitted < len(self.setup.requests):
+        formed = len(state.ranks) == RANKS
+        if formed and state.submitted < len(self.setup.requests):
             yield Move(0, None, ("submit", state.submitted))
         if not state.faults:
             return
@@ -116,10 +117,14 @@ class GroupWorld:
                 yield Move(1, None, ("cancel", transfer))
         if "lose-rank" in kinds:
             yield Move(1, None, ("lose-rank", 1))
+            if formed:
+                yield Move(1, None, ("join", 1))
 
     def resting_moves(self, state: GroupState) -> Iterator[Move]:
         if state.over:
             return
+        if len(state.ranks) < RANKS:
+            yield Move(0, TURN, ("join", 1))
         for number in range(RANKS):
             if state.to_ranks[number]:
                 yield Move(0, TURN, ("entry", number))
@@ -265,11 +270,15 @@ class _Node:
 
     def form(self) -> None:
         self._group.feed(0, group.GroupFormed(GROUP, RANKS))
-        for number in range(RANKS):
-            self._ranks.feed(number, rank.Joined(GROUP, number))
-            self._group.feed(0, group.RankJoined(GROUP, number))
+        self.on_join(0)
 
     # -- moves -------------------------------------------------------------------------------
+
+    def on_join(self, number: int) -> None:
+        """Also again, as a process that has begun anew."""
+        if number not in self._ranks.states:
+            self._ranks.feed(number, rank.Joined(GROUP, number))
+        self._group.feed(0, group.RankJoined(GROUP, number))
 
     def on_submit(self, transfer: int) -> None:
         self._submitted += 1
@@ -434,6 +443,8 @@ class _Node:
                     self._leases = [entry for entry in self._leases if entry[0] != effect.lease]
                     self._admit()
                 case group.EndGroup():
+                    for number in list(self._ranks.states):
+                        self._ranks.feed(number, rank.GroupEnded(GROUP))
                     self._over = True
 
     def _show(self, number: int) -> None:

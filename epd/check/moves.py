@@ -62,6 +62,9 @@ def _read_moves(
     setup: Setup, read: int, machine: reads.AnyState, *, loose: bool, stuck: bool
 ) -> Iterator[Move]:
     posted = sorted(getattr(machine, "posted", ()))
+    if isinstance(machine, reads.Idle):
+        yield Move(0, WORK, ("post", read))
+        return
     if stuck and not loose:
         return
     fails = 0 if loose else 1 if "read-fails" in setup.kinds else 99

@@ -364,9 +364,12 @@ class PrefillNode:
             return
         machine = self._machines.initial("read")
         self._reads[wanted.read] = Read(wanted.read, lease, slot, wanted.session, wanted.source, machine)
-        self._tell("buffers", "slot_event", lease, slots.ReadPosted(wanted.read))
-        rows = rows_of(wanted.source)
-        self._feed_read(wanted.read, reads.ReadWanted(rows, wanted.source.seal))
+
+    def _on_post(self, read: int) -> None:
+        """The poller takes it up."""
+        entry = self._reads[read]
+        self._tell("buffers", "slot_event", entry.lease, slots.ReadPosted(ReadId(read)))
+        self._feed_read(read, reads.ReadWanted(rows_of(entry.source), entry.source.seal))
 
     def _abort(self, read: int) -> None:
         if read in self._reads:

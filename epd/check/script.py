@@ -30,6 +30,7 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 | `cut s4`, `lost prefill s4`, `lost encoder s4` | the connection is gone; a side learns of it |
 | `dial e0`, `hello s8`, `welcome s8` | a new session is dialled, reaches the encoder, is in force |
 | `crash e0`, `crash-prefill` | a node is killed and started again |
+| `post 65` | the poller takes up a read |
 | `piece 65 0 done`, `piece 65 0 failed` | a piece of a read lands, or ends without having landed |
 | `seal 65`, `seal-fails 65` | the seal is read after the pieces; that read fails |
 | `stick 65` | the read does not go on until it is aborted |
@@ -46,8 +47,8 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 | `settle` | one fair run without faults until nothing can happen (a `>` line per move, then its steps) |
 | `held` | everything that is held, or `nothing` |
 
-`world group requests=0` is a rank group of two (`group_world.py`): `submit r0`, `answer 0`, `ready 0` (the
-encoder), `entry 1` and `word 1` (the log's next entry arrives at rank 1, a word of it at rank 0),
+`world group requests=0` is a rank group of two (`group_world.py`): `join 1`, `submit r0`, `answer 0`,
+`ready 0` (the encoder), `entry 1` and `word 1` (the next entry arrives at rank 1, a word of it at rank 0),
 `read-ends 1 2 ok`, `read-timeout 1 1 52`, `release-rank 1 0`, `cut`, `lose-rank 1`, `timeout`, `cancel`.
 `world sessions attempts=2` are the two sides of a connection (`session_world.py`; side 0 dials): `dial`,
 `frame 0` and `drop-frame`, `repeat-frame`, `garble-frame` (by place), `send 0 1`, `media-up 1`,

@@ -98,7 +98,7 @@ class SessionWorld:
             return
         for number, frame in enumerate(state.frames):
             # A Hello comes once: it is the first frame of a connection of its own.
-            able = {"drop", "garble"} if frame.body == "hello" else {"drop", "garble", "repeat"}
+            able = {"drop", "garble", "refuse"} if frame.body == "hello" else {"drop", "garble", "repeat"}
             for fault in sorted(kinds & able):
                 yield Move(1, None, (f"{fault}-frame", number))
         for side in (DIALLER, LISTENER):
@@ -108,7 +108,7 @@ class SessionWorld:
                     yield Move(1, None, ("lost-lane", side, session, 1))
                 if "close" in kinds:
                     yield Move(1, None, ("close", side, session))
-                if side == LISTENER and "probe" in kinds and isinstance(machine, s.Open | s.Ending):
+                if side == LISTENER and "probe" in kinds and isinstance(machine, s.Open):
                     yield Move(1, None, ("probe", session, 0))
                     yield Move(1, None, ("probe", session, 1))
                 if "beat" in kinds and isinstance(machine, s.Open):
@@ -137,7 +137,11 @@ class SessionWorld:
                     yield Move(0, GIVE_UP, ("beat", side, session))
                 if side == LISTENER and session not in live[DIALLER]:
                     yield Move(0, GIVE_UP, ("lost-lane", side, session, 0))
+                if isinstance(machine, s.Ending):
+                    yield Move(0, None, ("probe", session, 0))
                 cost = 1 if "timeout" in self.setup.kinds else 99
+                if isinstance(machine, s.Ending):
+                    cost = 0
                 for deadline_s in _deadlines(machine):
                     # The next rank: when it is not over otherwise.
                     rank = GIVE_UP + 1 if isinstance(machine, s.Dialling | s.Ending) else None
@@ -242,6 +246,10 @@ class _Nodes:
     def on_garble_frame(self, number: int) -> None:
         self._take(self._frames.pop(number), malformed=True)
 
+    def on_refuse_frame(self, number: int) -> None:
+        """A `Hello`, and the listener has as many peers as it may."""
+        self._take(self._frames.pop(number), malformed=False, room=False)
+
     def on_drop_frame(self, number: int) -> None:
         self._frames.pop(number)
 
@@ -265,14 +273,14 @@ class _Nodes:
 
     # -- a frame, as the intake takes it -----------------------------------------------------
 
-    def _take(self, frame: Frame, *, malformed: bool) -> None:
+    def _take(self, frame: Frame, *, malformed: bool, room: bool = True) -> None:
         side, session = frame.to, frame.session
         table = self._tables[side]
         if session not in table.states:
             if "any frame" in self._setup.broken and table.states:
                 session = max(table.states)
             elif side == LISTENER:
-                self._take_unknown(frame, malformed=malformed)
+                self._take_unknown(frame, malformed=malformed, room=room)
                 return
             else:
                 return
@@ -292,7 +300,7 @@ class _Nodes:
         elif isinstance(frame.body, int):
             self._accept(side, session, frame)
 
-    def _take_unknown(self, frame: Frame, *, malformed: bool) -> None:
+    def _take_unknown(self, frame: Frame, *, malformed: bool, room: bool) -> None:
         table, session = self._tables[LISTENER], frame.session
         if frame.body == "hello" and malformed:
             return
@@ -303,8 +311,7 @@ class _Nodes:
                 if isinstance(machine, s.Open):
                     table.feed(older, s.Replaced())
             self._sent.setdefault((LISTENER, session), Sent())
-            full = "refuse" in self._setup.kinds and session == 1 and not self._told and self._made > 1
-            table.feed(session, s.HelloReceived(_OURS, _HELLO, not full, False))
+            table.feed(session, s.HelloReceived(_OURS, _HELLO, room, False))
         elif frame.sequence != s.OUTSIDE:
             table.feed(session, s.FrameReceived(Lane(frame.lane), frame.sequence, 100))
 

@@ -27,7 +27,7 @@ def prefill_view(setup: Setup, state: PrefillState) -> PrefillView:
     writes = [
         WriteView(read.read, read.lease, read.slot)
         for read in state.reads
-        if not isinstance(read.machine, reads.Sealing)
+        if not isinstance(read.machine, reads.Idle | reads.Sealing)
     ]
     attempts = [
         part.session

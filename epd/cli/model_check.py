@@ -11,6 +11,7 @@ import msgspec
 
 from epd.check.configurations import CONFIGURATIONS, Result, run_named
 from epd.check.coverage import Coverage, coverage_of
+from epd.check.mutations import MUTATIONS, run_mutation
 
 PROCESSES = 2
 
@@ -25,15 +26,24 @@ PROCESSES = 2
     multiple=True,
     help="This configuration (may be given more than once); cells are then not judged.",
 )
+@click.option("--mutations", is_flag=True, help="Seed known bugs instead, one at a time: each must be found.")
 @click.pass_context
 def model_check_command(
-    context: click.Context, as_json: bool, depth: int | None, faults: int | None, only: tuple[str, ...]
+    context: click.Context,
+    as_json: bool,
+    depth: int | None,
+    faults: int | None,
+    only: tuple[str, ...],
+    mutations: bool,
 ) -> None:
     """Explore the shipped machines exhaustively, breadth-first, and check every invariant in every state.
 
-    Exit status: 0 if nothing was violated, 1 if something was (its shortest script is shown).
+    Exit status: 0 if nothing was violated and every cell of the tables was visited or is listed as
+    unreachable; 1 otherwise (the shortest script of a violation is shown).
     """
     started_s = monotonic()
+    if mutations:
+        context.exit(_seed_bugs(as_json=as_json))
     names = only or tuple(c.name for c in CONFIGURATIONS)
     results = explore_all(names, depth, faults)
     coverage = coverage_of(results)
@@ -45,6 +55,19 @@ def model_check_command(
     else:
         _show(results, coverage, whole=whole)
     context.exit(0 if ok else 1)
+
+
+def _seed_bugs(*, as_json: bool) -> int:
+    results = [run_mutation(mutation) for mutation in MUTATIONS]
+    ok = all(result.found for result in results)
+    if as_json:
+        listed = [result._asdict() | {"found": result.found} for result in results]
+        click.echo(msgspec.json.encode({"ok": ok, "mutations": listed}).decode())
+        return 0 if ok else 1
+    for result in results:
+        how = f"{result.moves:2} moves, {result.states:5,} states" if result.found else "NOT FOUND"
+        click.echo(f"{result.expected:8} {how}  {result.name}")
+    return 0 if ok else 1
 
 
 def explore_all(names: Sequence[str], depth: int | None, faults: int | None) -> list[Result]:

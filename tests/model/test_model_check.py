@@ -3,6 +3,7 @@
 import pytest
 
 from epd.check.configurations import CONFIGURATIONS
+from epd.check.coverage import coverage_of
 from epd.check.explorer import explore
 from epd.check.mutations import MUTATIONS, Mutation, run_mutation
 from epd.check.script import ScriptError, run, script_of
@@ -12,8 +13,11 @@ from epd.cli.model_check import explore_all
 
 
 @pytest.mark.slow
-def test_every_configuration_holds_within_its_bounds() -> None:
+def test_every_configuration_holds_within_its_bounds_and_all_cells_are_visited() -> None:
     results = explore_all([c.name for c in CONFIGURATIONS], None, None)
+    coverage = coverage_of(results)
+    assert coverage.missing == ()
+    assert coverage.wrongly_listed == ()
     for result in results:
         assert result.violation is None, "\n".join(result.script)
         assert result.complete, result.name
