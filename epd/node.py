@@ -7,6 +7,7 @@ context builds it, leaving it ends it, on every path.
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import platform
 import secrets
 from abc import ABC, abstractmethod
@@ -34,7 +35,8 @@ from epd.memory.region import HOST
 from epd.observe.families import Sample, samples
 from epd.protocol import jobs, reads, slots
 from epd.protocol.errors import Busy, ConfigError, spans_need_the_extra
-from epd.protocol.ids import Incarnation, NodeId, SessionId
+from epd.protocol.ids import Incarnation, NodeId, ReadId, SessionId
+from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import (
     AnyMessage,
     BufferGrant,
@@ -58,7 +60,7 @@ from epd.protocol.messages import (
 )
 from epd.protocol.prefill_types import Limits as PrefillLimits
 from epd.protocol.session import SessionLimits
-from epd.protocol.trace import LOGIC_VERSION
+from epd.protocol.trace import LOGIC_VERSION, StateWritten
 from epd.protocol.wire import MAX_ITEMS_PER_PART, PROTOCOL_VERSION
 from epd.request import Delivery, EmbeddingRequest
 from epd.runtime.actor import Actor
@@ -162,7 +164,16 @@ class Node(ABC):
             self._start_spans(stack)
         self._watch_steps()
         if self.config.trace is not None:
-            recorder = Recorder(self.config.trace, self.node_id, self.role, self.incarnation, timers)
+            recorder = Recorder(
+                self.config.trace,
+                self.node_id,
+                self.role,
+                self.incarnation,
+                timers,
+                file_nbytes=self.config.trace_file_nbytes,
+                files=self.config.trace_files,
+            )
+            recorder.live = self._live_machines
             self.runtime.recorder = self.endpoint.recorder = recorder
         await self._build(stack)
         self.failure = supervisor.start()
@@ -171,6 +182,9 @@ class Node(ABC):
         if self.monitor is not None:
             self.monitor.started(self.pool)
             self.failure.add_done_callback(self._note_failure)
+
+    def _live_machines(self) -> Iterator[StateWritten]:
+        return itertools.chain(self.runtime.live(), self.endpoint.live())
 
     def _close_recorder(self) -> None:
         if self.runtime.recorder is not None:
@@ -360,6 +374,7 @@ class PrefillNode(Node):
 
     async def _build(self, stack: contextlib.AsyncExitStack) -> None:
         config, loop = self.config, asyncio.get_running_loop()
+        self._read_states: dict[ReadId, reads.AnyState] = {}
         memory = config.pool
         regions = await asyncio.to_thread(
             self.plane.allocate, memory.regions, memory.region_nbytes, exported=False
@@ -418,7 +433,23 @@ class PrefillNode(Node):
         if recorder is None:
             return None
         recorder.declare("reads", reads.Limits())
-        return lambda read, event, now_s, effects: recorder.record("reads", read, event, now_s, effects)
+        states = self._read_states
+
+        def record(
+            read: ReadId, event: Event, now_s: float, effects: tuple[Effect, ...], state: reads.AnyState
+        ) -> None:
+            recorder.record("reads", read, event, now_s, effects)
+            if state.final:
+                states.pop(read, None)
+            else:
+                states[read] = state
+
+        return record
+
+    def _live_machines(self) -> Iterator[StateWritten]:
+        yield from super()._live_machines()
+        for read, state in self._read_states.items():
+            yield "reads", read, state
 
     # -- for the caller ----------------------------------------------------------------------
 

@@ -39,10 +39,12 @@ class RankGroup:
         self._incarnation = incarnation
         self._order, self._tell, self._show = order, tell, show
         self._applied: deque[tuple[int, Shown]] = deque()
-        # Not counted among the machines of the runtime: these two live as long as the node.
-        shared = (runtime.clock, runtime.timers, runtime.recorder)
-        self._log = MachineTable("group", group, group.Limits(), *shared, self._perform_log)
-        self._rank = MachineTable("rank", rank, rank.Limits(), *shared, self._perform_rank)
+        self._log: MachineTable = runtime.machines(
+            "group", group, group.Limits(), self._perform_log, counted=False
+        )
+        self._rank: MachineTable = runtime.machines(
+            "rank", rank, rank.Limits(), self._perform_rank, counted=False
+        )
         self._log.feed(_KEY, group.GroupFormed(incarnation, 1))
         self._rank.feed(_OWN, rank.Joined(incarnation, _OWN))
         self._log.feed(_KEY, group.RankJoined(incarnation, _OWN))

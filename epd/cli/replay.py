@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import click
 import msgspec
 
+from epd.protocol.registry import machines_of
 from epd.protocol.replay import Divergence, replay
 from epd.protocol.trace import Record, StepRecord, TraceReader, UnreadableTrace
 
@@ -26,7 +27,8 @@ def run(path: str, as_json: bool) -> int:
     try:
         with open(path, "rb") as file:
             reader = TraceReader(file.read)
-            divergence = replay(counted(iter(reader)))
+            machines = machines_of(reader.header.logic_version)
+            divergence = replay(counted(iter(reader)), machines)
     except OSError as error:
         click.echo(f"{path}: {error.strerror}", err=True)
         return 2

@@ -140,6 +140,10 @@ class Config(_Table, frozen=True, kw_only=True):
     Mooncake can read between GPUs, else the CPU."""
     trace: str | None = None
     """A file for one record per step of every machine; one that is there is replaced."""
+    trace_file_nbytes: Annotated[int, Meta(ge=65_536, le=2**40)] = 64 * MIB
+    """A trace file of so many bytes (compressed) becomes `FILE.1`, and the next one begins."""
+    trace_files: Annotated[int, Meta(ge=1, le=1_000)] = 4
+    """How many files of one trace are kept; the oldest goes."""
     metrics_port: Annotated[int, Meta(ge=0, le=65_535)] | None = None
     """For `/metrics`, `/healthz` and `/readyz`; 0: a free port. None: no port, and nothing is counted."""
     metrics_listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"

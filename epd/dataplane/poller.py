@@ -95,7 +95,8 @@ class PollerFailed(NamedTuple):
 
 
 ReadResult = ReadPosted | ReadDone | PeerOpened | PollerFailed
-Tap = Callable[[ReadId, Event, float, tuple[Effect, ...]], None]
+Tap = Callable[[ReadId, Event, float, tuple[Effect, ...], reads.AnyState], None]
+_Tapped = tuple[ReadId, Event, float, tuple[Effect, ...], reads.AnyState]
 
 
 def cut(nbytes: int, pieces: int = PIECES) -> list[tuple[int, int]]:
@@ -144,9 +145,10 @@ class _Flight(NamedTuple):
 class ReadPoller:
     """Starts its thread at once; `stop` ends it. Commands may come from any thread.
 
-    `deliver(results)` is called in the loop's thread. So is `tap(read, event, now_s, effects)`, once
-    for each step of the machines, before the results that come with it. Without `check` neither seals nor
-    digests are looked at: bytes of a source that was reused too early are delivered.
+    `deliver(results)` is called in the loop's thread. So is `tap(read, event, now_s, effects, state)`,
+    once for each step of the machines, before the results that come with it; `state` is the one after
+    it. Without `check` neither seals nor digests are looked at: bytes of a source that was reused too
+    early are delivered.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class ReadPoller:
         self._aborted_s: dict[SessionId, float] = {}
         self._last_post_s = 0.0
         self._results: list[ReadResult] = []
-        self._steps: list[tuple[ReadId, Event, float, tuple[Effect, ...]]] = []
+        self._steps: list[_Tapped] = []
         self._stopping = False
         self._give_up_s = 0.0
         # On planes that need it this memory is registered, once; a seal's word lands here.
@@ -267,9 +269,7 @@ class ReadPoller:
             self._loop.call_soon_threadsafe(self._hand_over, self._steps, self._results)
         self._steps, self._results = [], []
 
-    def _hand_over(
-        self, steps: list[tuple[ReadId, Event, float, tuple[Effect, ...]]], results: list[ReadResult]
-    ) -> None:
+    def _hand_over(self, steps: list[_Tapped], results: list[ReadResult]) -> None:
         if self._tap is not None:
             for record in steps:
                 self._tap(*record)
@@ -338,7 +338,7 @@ class ReadPoller:
             fed, now_s = events.popleft(), self._now_s()
             read.state, effects = reads.step(read.state, fed, now_s, self._limits)
             if self._tap is not None:
-                self._steps.append((read.request.read, fed, now_s, effects))
+                self._steps.append((read.request.read, fed, now_s, effects, read.state))
             for effect in effects:
                 match effect:
                     case reads.PostPiece():

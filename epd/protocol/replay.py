@@ -7,7 +7,7 @@ import msgspec
 
 from epd.protocol.machine import Effect, Event
 from epd.protocol.registry import MACHINES, MachineSpec
-from epd.protocol.trace import Key, LimitsRecord, Record, StepRecord, UnreadableTrace
+from epd.protocol.trace import Key, LimitsRecord, Record, StateRecord, StepRecord, UnreadableTrace
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -34,6 +34,10 @@ class _Replayer:
 
     def declare(self, record: LimitsRecord) -> None:
         self._limits[record.kind] = self._spec(record.kind).decode_limits(record.limits)
+
+    def stand(self, record: StateRecord) -> None:
+        """The trace goes on from another file: its machine is there already."""
+        self._states[record.kind, record.key] = self._spec(record.kind).decode_state(record.state)
 
     def step(self, index: int, record: StepRecord) -> Divergence | None:
         kind, key, now_s, raw_event, raw_effects = record
@@ -76,6 +80,9 @@ def replay(records: Iterable[Record], machines: Mapping[str, MachineSpec] = MACH
         try:
             if isinstance(record, LimitsRecord):
                 replayer.declare(record)
+                continue
+            if isinstance(record, StateRecord):
+                replayer.stand(record)
                 continue
             difference = replayer.step(index, record)
         except msgspec.MsgspecError as error:

@@ -1,36 +1,49 @@
 """The trace format: what was fed to every machine of a node, and what came of it.
 
-A trace is a sequence of records, each 4 bytes of length (little endian) and that much msgpack:
+A file begins with its header: 4 bytes of length (little endian) and that much msgpack, a map. Then
+blocks follow, each for itself:
 
-    1st record      TraceHeader, a map
+    length u32, CRC-32 of the data u32, CRC-32 of these 8 bytes u32, data: zlib of a msgpack array of records
+
+A record is a msgpack array:
+
     [kind, limits]  before the first step of that kind: the limits all its machines are stepped with
+    [kind, key, state]   in a file that goes on from another: where the machine `key` stands
     [kind, key, now_s, event, effects]    one step of the machine `key` of that kind
 
-A torn tail, from a node that died while writing, loses its last record and nothing else. Events and
-effects never hold payload or media bytes, so a trace does not either.
+A torn tail, from a node that died while writing, loses its last record and nothing else: what was
+written of a block can be read up to where it ends. Anything else that is wrong is `corrupt`. Every file
+can be replayed alone: one that goes on from another has the states of all machines that had one, before
+its first step. Events, effects and states never hold payload or media bytes, so a trace does not either.
+
+Format 1 has no blocks: each record has 4 bytes of length before it, as the header. It is read as well.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from epd.protocol.errors import EpdError
 from epd.protocol.ids import Incarnation, NodeId
-from epd.protocol.machine import Effect, Event
+from epd.protocol.machine import Effect, Event, State
 from epd.protocol.messages import Role
 
 MAGIC: Final = "epd-trace"
-FORMAT_VERSION: Final = 1
-"""Of the records: how they are framed and what they hold."""
+FORMAT_VERSION: Final = 2
+"""Of the records: how they are framed and what they hold. All from 1 are read."""
 LOGIC_VERSION: Final = 1
-"""Of the machines: one more whenever the same events may give other effects."""
+"""Of the machines: one more whenever the same events may give other effects. Traces of all from 1 are
+replayed, by the machines that a version had (see `epd.protocol.registry.machines_of`)."""
 MAX_RECORD_NBYTES: Final = 16 * 1024 * 1024
-"""Far above any step; what claims more is not a record."""
+"""Far above any step, and any block as it is written; what claims more is neither."""
+MAX_BLOCK_NBYTES: Final = 256 * 1024 * 1024
+"""Of the records of one block; what unpacks to more is no block of ours."""
 
 _PREFIX_NBYTES: Final = 4
-_DECLARATION: Final = 0x92
-"""First byte of a msgpack array of two."""
+_BLOCK_PREFIX_NBYTES: Final = 12
+_LEVEL: Final = 1
 
 Key = int | str | tuple[int | str, ...]
 
@@ -45,7 +58,10 @@ class UnreadableTrace(EpdError):
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wrote the trace. `started_unix_s` is wall-clock time; records have the node's own clock."""
+    """Who wrote the trace. `started_unix_s` is wall-clock time; records have the node's own clock.
+
+    `file` counts the files of one recording from 0; one that is not the first begins with states.
+    """
 
     magic: str = MAGIC
     format_version: int = FORMAT_VERSION
@@ -54,6 +70,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     incarnation: Incarnation
     started_unix_s: float
+    file: int = 0
 
 
 class LimitsRecord(NamedTuple):
@@ -61,6 +78,14 @@ class LimitsRecord(NamedTuple):
 
     kind: str
     limits: msgspec.Raw
+
+
+class StateRecord(NamedTuple):
+    """Where one machine stands at the beginning of a file; still encoded."""
+
+    kind: str
+    key: Key
+    state: msgspec.Raw
 
 
 class StepRecord(NamedTuple):
@@ -73,7 +98,13 @@ class StepRecord(NamedTuple):
     effects: msgspec.Raw
 
 
-Record = LimitsRecord | StepRecord
+Record = LimitsRecord | StateRecord | StepRecord
+
+LimitsWritten = tuple[str, Any]
+StateWritten = tuple[str, Hashable, State]
+StepWritten = tuple[str, Hashable, float, Event, tuple[Effect, ...]]
+Written = LimitsWritten | StateWritten | StepWritten
+"""A record as `encode_block` takes it."""
 
 
 class _Versions(msgspec.Struct, frozen=True):
@@ -87,37 +118,23 @@ class _Versions(msgspec.Struct, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _versions_decoder = msgspec.msgpack.Decoder(_Versions)
 _header_decoder = msgspec.msgpack.Decoder(TraceHeader)
+_block_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _limits_decoder = msgspec.msgpack.Decoder(LimitsRecord)
+_state_decoder = msgspec.msgpack.Decoder(StateRecord)
 _step_decoder = msgspec.msgpack.Decoder(StepRecord)
 
 
-def append_header(buffer: bytearray, header: TraceHeader) -> None:
-    """Add the first record of a trace."""
-    _append(buffer, header)
+def encode_header(header: TraceHeader) -> bytes:
+    """The beginning of a file."""
+    body = _encoder.encode(header)
+    return len(body).to_bytes(_PREFIX_NBYTES, "little") + body
 
 
-def append_limits(buffer: bytearray, kind: str, limits: Any) -> None:
-    """Add the limits of a kind; once, before its first step."""
-    _append(buffer, (kind, limits))
-
-
-def append_step(
-    buffer: bytearray, kind: str, key: Hashable, event: Event, now_s: float, effects: tuple[Effect, ...]
-) -> None:
-    """Add one step. Leaves `buffer` as it was if something in it cannot be encoded, and raises."""
-    _append(buffer, (kind, key, now_s, event, effects))
-
-
-def _append(buffer: bytearray, record: object) -> None:
-    start = len(buffer)
-    body = start + _PREFIX_NBYTES
-    buffer += b"\0\0\0\0"
-    try:
-        _encoder.encode_into(record, buffer, body)
-        buffer[start:body] = (len(buffer) - body).to_bytes(_PREFIX_NBYTES, "little")
-    except BaseException:
-        del buffer[start:]
-        raise
+def encode_block(records: Sequence[Written]) -> bytes:
+    """One block. Raises what msgspec does if something in it cannot be encoded."""
+    data = zlib.compress(_encoder.encode(records), _LEVEL)
+    prefix = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
+    return prefix + zlib.crc32(prefix).to_bytes(4, "little") + data
 
 
 class TraceReader:
@@ -133,16 +150,12 @@ class TraceReader:
         self.header = self._read_header()
 
     def __iter__(self) -> Iterator[Record]:
-        index = 0
-        while body := self._next_body():
+        bodies = self._bodies_of_1() if self.header.format_version == 1 else self._bodies()
+        for index, body in enumerate(bodies):
             try:
-                if body[0] == _DECLARATION:
-                    yield _limits_decoder.decode(body)
-                else:
-                    yield _step_decoder.decode(body)
+                yield _decode(body)
             except msgspec.MsgspecError as error:
                 raise UnreadableTrace(f"record {index} is damaged: {error}", reason="corrupt") from None
-            index += 1
 
     def _read_header(self) -> TraceHeader:
         try:
@@ -154,14 +167,18 @@ class TraceReader:
             raise UnreadableTrace("not a trace of epd", reason="magic")
         for name, ours in (("format_version", FORMAT_VERSION), ("logic_version", LOGIC_VERSION)):
             theirs = getattr(versions, name)
-            if theirs != ours:
+            if not 1 <= theirs <= ours:
                 raise UnreadableTrace(
-                    f"trace of {name} {theirs}, this program reads {ours}", reason=name, found=theirs
+                    f"trace of {name} {theirs}, this program reads up to {ours}", reason=name, found=theirs
                 )
         try:
             return _header_decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise UnreadableTrace(f"the header is damaged: {error}", reason="corrupt") from None
+
+    def _bodies_of_1(self) -> Iterator[bytes]:
+        while body := self._next_body():
+            yield body
 
     def _next_body(self) -> bytes:
         """The next record's bytes; none at the end, wherever the end is."""
@@ -175,3 +192,87 @@ class TraceReader:
         # A length of zero is a tail that the file system never got: torn as well.
         self.torn = len(prefix) > 0
         return b""
+
+    def _bodies(self) -> Iterator[bytes | msgspec.Raw]:
+        block = 0
+        while prefix := self._read(_BLOCK_PREFIX_NBYTES):
+            if len(prefix) < _BLOCK_PREFIX_NBYTES or not any(prefix):
+                self.torn = True
+                return
+            nbytes = int.from_bytes(prefix[:4], "little")
+            if zlib.crc32(prefix[:8]) != int.from_bytes(prefix[8:], "little") or nbytes > MAX_RECORD_NBYTES:
+                raise UnreadableTrace(f"block {block} is damaged: its prefix", reason="corrupt")
+            data = self._read(nbytes)
+            if len(data) < nbytes:
+                self.torn = True
+                yield from _whole_records(_unpack(data, block))
+                return
+            if zlib.crc32(data) != int.from_bytes(prefix[4:8], "little"):
+                raise UnreadableTrace(f"block {block} is damaged: its checksum", reason="corrupt")
+            try:
+                yield from _block_decoder.decode(_unpack(data, block))
+            except msgspec.MsgspecError as error:
+                raise UnreadableTrace(f"block {block} is damaged: {error}", reason="corrupt") from None
+            block += 1
+
+
+def _decode(body: bytes | msgspec.Raw) -> Record:
+    match memoryview(body)[0]:
+        case 0x92:  # a msgpack array of two
+            return _limits_decoder.decode(body)
+        case 0x93:
+            return _state_decoder.decode(body)
+        case _:
+            return _step_decoder.decode(body)
+
+
+def _unpack(data: bytes, block: int) -> bytes:
+    """As much as there is of it: of a block that was cut, up to the cut."""
+    try:
+        return zlib.decompressobj().decompress(data, MAX_BLOCK_NBYTES)
+    except zlib.error as error:
+        raise UnreadableTrace(f"block {block} is damaged: {error}", reason="corrupt") from None
+
+
+def _whole_records(data: bytes) -> Iterator[bytes]:
+    """The records of a block that was cut, but for the one in which it ends."""
+    start = _ARRAY_HEADER_NBYTES.get(data[:1], 1)
+    while start < len(data) and (end := _end_of_value(data, start)) is not None:
+        yield data[start:end]
+        start = end
+
+
+_ARRAY_HEADER_NBYTES: Final = {b"\xdc": 3, b"\xdd": 5}
+"""By first byte of a msgpack array; of up to 15 values it is 1."""
+_FIXED_NBYTES: Final = dict(zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True))
+"""Of numbers."""
+_SIZE_NBYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Of bytes and text: how long their length is."""
+_COUNT_NBYTES: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""Of arrays and maps: how long their count is, and how many values one entry is."""
+
+
+def _end_of_value(data: bytes, at: int) -> int | None:
+    """Where the msgpack value at `at` ends; None if the data end before it does."""
+    left = 1
+    while left:
+        if at >= len(data):
+            return None
+        first = data[at]
+        at, left = at + 1, left - 1
+        if 0x80 <= first <= 0x8F:
+            left += 2 * (first & 0x0F)
+        elif 0x90 <= first <= 0x9F:
+            left += first & 0x0F
+        elif 0xA0 <= first <= 0xBF:
+            at += first & 0x1F
+        elif first in _SIZE_NBYTES:
+            nbytes = _SIZE_NBYTES[first]
+            at += nbytes + int.from_bytes(data[at : at + nbytes], "big")
+        elif first in _COUNT_NBYTES:
+            nbytes, values = _COUNT_NBYTES[first]
+            left += values * int.from_bytes(data[at : at + nbytes], "big")
+            at += nbytes
+        else:
+            at += _FIXED_NBYTES.get(first, 0)
+    return at if at <= len(data) else None

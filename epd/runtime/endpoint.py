@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, assert_never
 
@@ -19,7 +19,7 @@ import msgspec
 from epd.protocol import session as machine
 from epd.protocol.errors import MAX_MESSAGE_CHARS, Busy, ConfigError, Draining, SessionRejected
 from epd.protocol.ids import NodeId, SessionId
-from epd.protocol.machine import Ignored
+from epd.protocol.machine import Ignored, State
 from epd.protocol.messages import ControlMessage, Goodbye, Hello, MediaMessage, Rejected, Welcome
 from epd.protocol.rates import RateLimits
 from epd.protocol.session import (
@@ -140,6 +140,10 @@ class Endpoint:
     @recorder.setter
     def recorder(self, recorder: StepRecorder | None) -> None:
         self._table.recorder = recorder
+
+    def live(self) -> Iterator[tuple[str, Hashable, State]]:
+        """Kind, key and state of every session that has one."""
+        return self._table.live()
 
     def observe(self, observers: tuple[Observe, ...]) -> None:
         """They see every step of every session from now on."""

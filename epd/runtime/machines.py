@@ -6,12 +6,12 @@ tuples of them. A key without an entry is in the machine's `INITIAL` state; one 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, Final, Protocol
 
 from epd.protocol.errors import EpdError
-from epd.protocol.machine import Effect, Event, Ignored, Step, TimerExpired
+from epd.protocol.machine import Effect, Event, Ignored, State, Step, TimerExpired
 from epd.runtime.clock import Clock
 from epd.runtime.timers import TimerHandle, Timers
 
@@ -117,6 +117,10 @@ class MachineTable:
         self._recorder = recorder
         if recorder is not None:
             recorder.declare(self.kind, self._limits)
+
+    def live(self) -> Iterator[tuple[str, Hashable, State]]:
+        """Kind, key and state of every machine that has an entry."""
+        return ((self.kind, key, entry.state) for key, entry in self._entries.items())
 
     def keys(self) -> tuple[Hashable, ...]:
         """Keys that have an entry, oldest first; a copy."""

@@ -1,36 +1,33 @@
-"""Writes a trace file while a node runs."""
+"""Records a trace while a node runs: the loop's half, which costs a fraction of a microsecond a step."""
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-import structlog
+from msgspec.structs import replace
 
 from epd.protocol.errors import ConfigError
 from epd.protocol.ids import Incarnation, NodeId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import Role
-from epd.protocol.trace import TraceHeader, append_header, append_limits, append_step
+from epd.protocol.trace import StateWritten, TraceHeader, Written
 from epd.runtime.clock import unix_s
 from epd.runtime.timers import TimerHandle, Timers
+from epd.runtime.trace_writer import RECORDS_PER_BLOCK, TraceWriter
 
-FLUSH_NBYTES: Final = 64 * 1024
 FLUSH_S: Final = 1.0
-"""A node that is killed loses at most this much of its trace, or `FLUSH_NBYTES`."""
-
-_CANNOT_ENCODE: Final = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
-
-_log = structlog.get_logger()
+"""A node that is killed loses what was recorded for so long, and what its writer had in hand."""
+FILE_NBYTES: Final = 64 * 1024 * 1024
+FILES: Final = 4
 
 
 class Recorder:
-    """Appends one record per step to a buffer, and that to `path`; used from the node's loop only.
+    """Collects one record per step and hands them to a thread; used from the node's loop only.
 
     Replaces a file that is there. Raises `ConfigError` if it cannot be made. Whatever goes wrong
     later (a full disk, a value that cannot be encoded) ends the trace with one log line; it never
-    stops the node.
+    stops the node. A file of `file_nbytes` (compressed) is followed by a new one, `files` are kept.
     """
 
     def __init__(
@@ -40,93 +37,83 @@ class Recorder:
         role: Role,
         incarnation: Incarnation,
         timers: Timers,
+        *,
+        file_nbytes: int = FILE_NBYTES,
+        files: int = FILES,
     ) -> None:
-        self.path = Path(path)
         self.steps = 0
+        self.live: Callable[[], Iterable[StateWritten]] = lambda: ()
+        """Kind, key and state of every machine that has one: a new file begins with them."""
         self._timers = timers
         self._timer: TimerHandle | None = None
-        self._declared: set[str] = set()
-        self._buffer = bytearray()
+        self._declared: dict[str, Any] = {}
+        self._pending: list[Written] = []
+        self._closed = False
+        self._header = TraceHeader(node=node, role=role, incarnation=incarnation, started_unix_s=unix_s())
         try:
-            # Unbuffered: the buffer above is the only one, and is flushed when we say so.
-            self._file = self.path.open("wb", buffering=0)
+            self._writer = TraceWriter(Path(path), self._header, file_nbytes, files)
         except OSError as error:
-            message = f"trace: cannot write {str(self.path)!r}: {error.strerror}"
-            raise ConfigError(message, key="trace", given=str(self.path)) from error
-        header = TraceHeader(node=node, role=role, incarnation=incarnation, started_unix_s=unix_s())
-        append_header(self._buffer, header)
-        self.flush()
+            message = f"trace: cannot write {os.fspath(path)!r}: {error.strerror}"
+            raise ConfigError(message, key="trace", given=os.fspath(path)) from error
 
     @property
     def closed(self) -> bool:
         """Nothing is recorded any more, because of `close` or of an error."""
-        return self._file.closed
+        return self._closed or self._writer.failed
 
     def declare(self, kind: str, limits: Any) -> None:
         """Record the limits that all machines of `kind` are stepped with, once; before their steps."""
-        if kind in self._declared or self._file.closed:
+        if kind in self._declared or self.closed:
             return
-        self._declared.add(kind)
-        try:
-            append_limits(self._buffer, kind, limits)
-        except _CANNOT_ENCODE as error:
-            self._give_up(error)
-            return
-        self._flush_in_time()
+        self._declared[kind] = limits
+        self._pending.append((kind, limits))
+        self._hand_over_in_time()
 
     def record(
         self, kind: str, key: Hashable, event: Event, now_s: float, effects: tuple[Effect, ...]
     ) -> None:
-        """Record one step; a few microseconds. Nothing after `close` or an error."""
-        if self._file.closed:
+        """Record one step, before its machine's new state is kept. Nothing after `close` or an error."""
+        writer = self._writer
+        if self._closed or writer.failed:
             return
-        try:
-            append_step(self._buffer, kind, key, event, now_s, effects)
-        except _CANNOT_ENCODE as error:
-            self._give_up(error)
-            return
+        if writer.full:
+            # Only here: the tables stand where all steps before this one have brought them.
+            self._begin_file()
+        pending = self._pending
+        pending.append((kind, key, now_s, event, effects))
         self.steps += 1
-        if len(self._buffer) >= FLUSH_NBYTES:
-            self.flush()
+        if len(pending) >= RECORDS_PER_BLOCK:
+            self.hand_over()
         elif self._timer is None:
-            self._flush_in_time()
+            self._hand_over_in_time()
+
+    def hand_over(self) -> None:
+        """Give what was collected to the thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._pending and not self.closed:
+            pending, self._pending = self._pending, []
+            self._writer.write(pending)
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._buffer or self._file.closed:
-            return
-        try:
-            with memoryview(self._buffer) as rest:
-                written = 0
-                while written < len(rest):
-                    written += self._file.write(rest[written:]) or 0
-        except OSError as error:
-            self._give_up(error)
-        self._buffer.clear()
+        """Hand everything to the operating system; waits for it."""
+        self.hand_over()
+        self._writer.wait()
 
     def close(self) -> None:
-        """Flush, and close the file; idempotent."""
-        self.flush()
-        self._close_file()
+        """Flush, close the file and end the thread; idempotent."""
+        self.hand_over()
+        self._closed = True
+        self._writer.close()
 
-    def _flush_in_time(self) -> None:
+    def _begin_file(self) -> None:
+        self.hand_over()
+        self._header = replace(self._header, file=self._header.file + 1)
+        first: list[Written] = list(self._declared.items())
+        first.extend(self.live())
+        self._writer.new_file(self._header, first)
+
+    def _hand_over_in_time(self) -> None:
         if self._timer is None:
-            self._timer = self._timers.after(FLUSH_S, self.flush)
-
-    def _give_up(self, error: Exception) -> None:
-        _log.error("trace ended", path=str(self.path), steps=self.steps, reason=str(error))
-        if not isinstance(error, OSError):
-            self.flush()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._close_file()
-
-    def _close_file(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:  # a late write error; the descriptor is closed all the same
-            _log.error("trace ended", path=str(self.path), steps=self.steps, reason=str(error))
+            self._timer = self._timers.after(FLUSH_S, self.hand_over)

@@ -17,12 +17,12 @@ from epd.protocol.trace import (
     LimitsRecord,
     StepRecord,
     TraceReader,
-    append_header,
-    append_limits,
-    append_step,
+    Written,
+    encode_block,
+    encode_header,
 )
 from epd.testing.processes import held_encoder, node_process
-from epd.testing.synthetic import synthetic_item
+from epd.testing.synthetic import pattern, synthetic_item
 
 TRACES = Path(__file__).parent.parent / "traces"
 
@@ -70,6 +70,22 @@ def test_both_traces_hold_steps_of_every_machine_of_their_role(traces: list[Path
     assert kinds[1] == {"session", "prefill", "group", "rank", "slots", "reads"}
 
 
+def test_media_and_payload_bytes_never_enter(traces: list[Path]) -> None:
+    """Of both there are enough in the run: the media are sent, the payload is their hash again and again."""
+    item = synthetic_item(65536)
+    payload = pattern(item.media, 64)
+    for path in traces:
+        with path.open("rb") as file:
+            reader = TraceReader(file.read)
+            recorded = b"".join(
+                bytes(part) for record in reader if isinstance(record, StepRecord) for part in record[3:]
+            )
+        assert len(recorded) > 5_000
+        assert item.media not in recorded
+        assert payload not in recorded
+        assert item.sha256 in recorded  # it would be found
+
+
 @pytest.mark.parametrize(
     ("role", "kind", "name"), [(0, "encoder", "GrantReceived"), (1, "prefill", "MetadataReceived")]
 )
@@ -87,26 +103,26 @@ def test_one_changed_event_diverges_at_its_own_step(
 
 def _change_one(path: Path, into: Path, kind: str, name: str) -> int:
     """Copy a trace with another attempt number in the third event `name`; the index of that step."""
-    buffer = bytearray()
+    changed: list[Written] = []
     found: int | None = None
     index = seen = 0
     with path.open("rb") as file:
         reader = TraceReader(file.read)
-        append_header(buffer, reader.header)
         for record in reader:
             if isinstance(record, LimitsRecord):
-                append_limits(buffer, record.kind, record.limits)
+                changed.append((record.kind, record.limits))
                 continue
+            assert isinstance(record, StepRecord)
             event: Any = MACHINES[record.kind].decode_event(record.event)
             if record.kind == kind and type(event).__name__ == name:
                 seen += 1
                 if seen == 3:
                     event, found = msgspec.structs.replace(event, attempt=event.attempt + 1), index
             effects = MACHINES[record.kind].decode_effects(record.effects)
-            append_step(buffer, record.kind, record.key, event, record.now_s, effects)
+            changed.append((record.kind, record.key, record.now_s, event, effects))
             index += 1
     assert found is not None
-    into.write_bytes(buffer)
+    into.write_bytes(encode_header(reader.header) + encode_block(changed))
     return found
 
 

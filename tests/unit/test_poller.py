@@ -50,7 +50,14 @@ class Bench:
         self.results += results
         self._arrived.set()
 
-    def _tap(self, read: ReadId, event: Event, now_s: float, effects: tuple[Effect, ...]) -> None:
+    def _tap(
+        self,
+        read: ReadId,
+        event: Event,
+        now_s: float,
+        effects: tuple[Effect, ...],
+        state: reads.AnyState,
+    ) -> None:
         self.steps.append((read, event, effects))
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ from epd.protocol.machine import Event, TimerExpired
 from epd.protocol.messages import Source
 from epd.protocol.registry import MACHINES, MachineSpec
 from epd.protocol.replay import replay
-from epd.protocol.trace import Record, StepRecord, TraceReader, UnreadableTrace, append_step
+from epd.protocol.trace import Record, StepRecord, TraceReader, UnreadableTrace, encode_block
 from epd.runtime.machines import MachineFailed, MachineTable
 from epd.runtime.recorder import Recorder
 from epd.runtime.timers import Timers
@@ -214,9 +214,8 @@ def slot_trace(tmp_path: Path) -> Path:
 
 
 def add_a_wrong_step(path: Path) -> None:
-    buffer = bytearray(path.read_bytes())
-    append_step(buffer, "slots", 5, slots.LeaseTaken(LeaseId(5)), 1.0, (slots.FreeExtents(LeaseId(5)),))
-    path.write_bytes(buffer)
+    wrong = ("slots", 5, 1.0, slots.LeaseTaken(LeaseId(5)), (slots.FreeExtents(LeaseId(5)),))
+    path.write_bytes(path.read_bytes() + encode_block([wrong]))
 
 
 def test_the_command_exits_0_when_identical(slot_trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +258,7 @@ def test_the_command_exits_2_with_one_line_on_stderr(
 def test_a_trace_with_a_torn_tail_is_replayed_up_to_it(
     slot_trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slot_trace.write_bytes(slot_trace.read_bytes()[:-1])
+    slot_trace.write_bytes(slot_trace.read_bytes()[:-8])
     assert run(str(slot_trace), as_json=False) == 0
     assert capsys.readouterr().out == "identical: 1 steps of node, the last one was torn\n"
 

@@ -18,7 +18,7 @@ from epd.protocol.ids import Attempt, LeaseId, Part, ReadId, RegionId, Seal, Ses
 from epd.protocol.machine import Event
 from epd.protocol.messages import ErrorValue, Source
 from epd.protocol.registry import MACHINES
-from epd.protocol.trace import LimitsRecord, Record, TraceReader
+from epd.protocol.trace import LimitsRecord, Record, StepRecord, TraceReader
 from epd.runtime.machines import MachineTable
 from epd.runtime.timers import Timers
 
@@ -137,7 +137,7 @@ def test_the_states_of_a_recorded_run_are_those_that_people_see(name: str) -> No
     for record in records(TRACES / f"shm-{name}.trace"):
         if isinstance(record, LimitsRecord) and record.kind == name:
             limits = MACHINES[name].decode_limits(record.limits)
-        elif not isinstance(record, LimitsRecord) and record.kind == name:
+        elif isinstance(record, StepRecord) and record.kind == name:
             event = MACHINES[name].decode_event(record.event)
             before = states.get(record.key, module.INITIAL)
             after, effects = module.step(before, event, record.now_s, limits)
