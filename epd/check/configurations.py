@@ -39,11 +39,11 @@ class Configuration(NamedTuple):
 
 
 CONFIGURATIONS: Final = (
-    Configuration("one-by-one", "1 request, 1 encoder, all faults", Setup((ONE,), ORDERED, 2)),
+    Configuration("one-by-one", "1 request, 1 encoder, all faults", Setup((ONE,), ORDERED, 3)),
     Configuration(
         "two-by-one-slot",
         "2 requests for different pictures that share one slot of either pool; all faults",
-        Setup((ONE, OTHER), ORDERED, 1, rows=(1, 2)),
+        Setup((ONE, OTHER), ORDERED, 2, rows=(1, 2)),
     ),
     Configuration(
         "retry-elsewhere",

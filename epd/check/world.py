@@ -132,6 +132,11 @@ class World:
             return i4_no_residue(View(prefills=(prefill_view(self.setup, self._prefills.values[number]),)))
         return i4_no_residue(View(encoders=(encoder_view(self.setup, self._encoders.values[number]),)))
 
+    def told(self, state: State) -> tuple[tuple[str, ...], ...]:
+        """Per request, what its consumer was told."""
+        told: tuple[tuple[str, ...], ...] = self._prefills.values[state.prefill].told
+        return told
+
     def held(self, state: State) -> tuple[str, ...]:
         """Everything that is held, by name."""
         held = prefill_view(self.setup, self._prefills.values[state.prefill]).held
