@@ -198,6 +198,10 @@ class GroupWorld:
                     return Violation("I3", f"r{transfer} has ended without a word")
         return found
 
+    def told(self, state: GroupState) -> tuple[tuple[str, ...], ...]:
+        """Per request, what rank 0's consumer was shown."""
+        return state.told
+
     def held(self, state: GroupState) -> tuple[str, ...]:
         leading = dict(state.group).get(0)
         return (

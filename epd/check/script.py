@@ -13,7 +13,7 @@
     > nothing
 
 The first command is `world` with the shape of `Setup` (whatever is left out has its default). Every other
-command is one move, `settle` or `held`; lines that begin with `> ` are what came of it: a line per machine
+command is one move, `settle`, `until`, `held` or `end`; lines that begin with `> ` are what came of it: a line per machine
 step, `! I1: ...` for a violated invariant. `run` ignores the `>` lines that it is given and writes new ones;
 a script is right if it comes out as it went in.
 
@@ -45,7 +45,9 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 | `part-deadline e0 s4 0 0` | that of part 0 of transfer 0 does, at the encoder |
 | `prefill-turn buffers`, `encoder-turn e0 dedup` | with `mailboxes`: an actor takes its next message |
 | `settle` | one fair run without faults until nothing can happen (a `>` line per move, then its steps) |
+| `until TEXT` | as `settle`, until a step has `TEXT`; only the last move is shown |
 | `held` | everything that is held, or `nothing` |
+| `end` | as `settle`, unseen; then what each request's consumer was told, and what is held |
 
 `world group requests=0` is a rank group of two (`group_world.py`): `join 1`, `submit r0`, `answer 0`,
 `ready 0` (the encoder), `entry 1` and `word 1` (the next entry arrives at rank 1, a word of it at rank 0),
@@ -81,6 +83,7 @@ class Playable(Explorable, Protocol):
 
     def apply_logged(self, state: Any, move: Move) -> Any: ...
     def held(self, state: Any) -> tuple[str, ...]: ...
+    def told(self, state: Any) -> tuple[tuple[str, ...], ...]: ...
 
 
 WORLDS: Final[dict[str, Callable[[Setup, dict[str, Patch] | None], Playable]]] = {
@@ -151,7 +154,7 @@ def render_setup(setup: Setup, world: str = "nodes") -> str:
     return " ".join(words)
 
 
-def parse_world(line: str) -> Playable:
+def parse_world(line: str, patches: dict[str, Patch] | None = None) -> Playable:
     """The world that a `world` command asks for; nothing bounds its faults."""
     setup = Setup((), ALL, 10**6)
     kind = "nodes"
@@ -168,7 +171,7 @@ def parse_world(line: str) -> Playable:
             ) from None
     if not setup.requests and kind != "sessions":
         raise ScriptError(f"{line!r}: says no requests=")
-    return WORLDS[kind](setup, None)
+    return WORLDS[kind](setup, patches)
 
 
 def _parse_value(name: str, value: str) -> Any:
@@ -219,8 +222,10 @@ def parse_move(line: str) -> tuple[Any, ...]:
     return tuple(words)
 
 
-def run(lines: Iterable[str]) -> Iterator[str]:
-    """The script with the outcome that it has now. Raises `ScriptError`."""
+def run(lines: Iterable[str], patches: dict[str, Patch] | None = None) -> Iterator[str]:
+    """The script with the outcome that it has now, of the machines as shipped, unless patched.
+
+    Raises `ScriptError`."""
     player: _Player | None = None
     for number, line in enumerate(lines, 1):
         text = line.rstrip("\n")
@@ -232,7 +237,7 @@ def run(lines: Iterable[str]) -> Iterator[str]:
             continue
         try:
             if command.split()[0] == "world":
-                player = _Player(parse_world(command))
+                player = _Player(parse_world(command, patches))
             elif player is None:
                 raise ScriptError(f"{command!r} before `world`")
             else:
@@ -266,6 +271,12 @@ class _Player:
         if command == "held":
             yield from self._held()
             return
+        if command == "end":
+            yield from self._end()
+            return
+        if command.startswith("until "):
+            yield from self._until(command.removeprefix("until ").strip())
+            return
         if command == "settle":
             for move in settle_path(self._world, self._state):
                 yield f"> {render_move(move.words)}"
@@ -288,6 +299,31 @@ class _Player:
         if violation is not None:
             yield f"> ! {violation}"
 
+    def _until(self, text: str) -> Iterator[str]:
+        for move in settle_path(self._world, self._state):
+            lines = list(self._make(move))
+            if any(text in line for line in lines):
+                yield f"> {render_move(move.words)}"
+                yield from lines
+                return
+            yield from filter(_is_violation, lines)
+        raise ScriptError(f"it came to rest without a step that has {text!r}")
+
+    def _end(self) -> Iterator[str]:
+        for move in settle_path(self._world, self._state):
+            yield from filter(_is_violation, self._make(move))
+        for number, words in enumerate(self._world.told(self._state)):
+            if words:
+                yield f"> r{number}: {', '.join(words)}"
+        residue = self._world.residue(self._state)
+        if residue is not None:
+            yield f"> ! {residue}"
+        yield from self._held()
+
     def _held(self) -> Iterator[str]:
         held = self._world.held(self._state)
         yield from (f"> {line}" for line in held or ("nothing",))
+
+
+def _is_violation(line: str) -> bool:
+    return line.startswith("> ! ")

@@ -159,6 +159,10 @@ class SessionWorld:
             return Violation("I8", f"the sides do not agree: {', '.join(self.held(state))}")
         return None
 
+    def told(self, state: SessionsState) -> tuple[tuple[str, ...], ...]:
+        """There are no requests here."""
+        return ()
+
     def held(self, state: SessionsState) -> tuple[str, ...]:
         return tuple(
             f"session {session} on side {side}: {type(machine).__name__}"
