@@ -13,9 +13,9 @@
     > nothing
 
 The first command is `world` with the shape of `Setup` (whatever is left out has its default). Every other
-command is one move, `settle`, `until`, `held` or `end`; lines that begin with `> ` are what came of it: a line per machine
-step, `! I1: ...` for a violated invariant. `run` ignores the `>` lines that it is given and writes new ones;
-a script is right if it comes out as it went in.
+command is one move, or `settle`, `until`, `held`, `end`; lines that begin with `> ` are what came of it: a
+line per machine step, `! I1: ...` for a violated invariant. `run` ignores the `>` lines that it is given and
+writes new ones; a script is right if it comes out as it went in.
 
 `world` knows `requests=0,1+0@1/0@0` (requests by comma, parts by slash, kinds of pictures by plus, the
 encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `pool_slots`, `attempts`,
@@ -45,7 +45,7 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 | `part-deadline e0 s4 0 0` | that of part 0 of transfer 0 does, at the encoder |
 | `prefill-turn buffers`, `encoder-turn e0 dedup` | with `mailboxes`: an actor takes its next message |
 | `settle` | one fair run without faults until nothing can happen (a `>` line per move, then its steps) |
-| `until TEXT` | as `settle`, until a step has `TEXT`; only the last move is shown |
+| `until TEXT` | as `settle`, until a move or a step has `TEXT`; only that move is shown |
 | `held` | everything that is held, or `nothing` |
 | `end` | as `settle`, unseen; then what each request's consumer was told, and what is held |
 
@@ -301,13 +301,12 @@ class _Player:
 
     def _until(self, text: str) -> Iterator[str]:
         for move in settle_path(self._world, self._state):
-            lines = list(self._make(move))
+            lines = [f"> {render_move(move.words)}", *self._make(move)]
             if any(text in line for line in lines):
-                yield f"> {render_move(move.words)}"
                 yield from lines
                 return
             yield from filter(_is_violation, lines)
-        raise ScriptError(f"it came to rest without a step that has {text!r}")
+        raise ScriptError(f"it came to rest without {text!r}")
 
     def _end(self) -> Iterator[str]:
         for move in settle_path(self._world, self._state):

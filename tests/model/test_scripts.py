@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.check.mutations import MUTATIONS
-from epd.check.script import ScriptError, run
+from epd.check.script import run
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.txt"))
 
