@@ -145,11 +145,6 @@ class World:
             held += tuple(f"e{index} {name}" for name in view.held)
         return held
 
-    def told(self, state: State) -> tuple[tuple[str, ...], ...]:
-        """Per request, what its consumer was told."""
-        told: tuple[tuple[str, ...], ...] = self._prefills.values[state.prefill].told
-        return told
-
     def apply_logged(self, state: State, move: Move) -> State:
         """As `apply`, but computed again, so that `machines.log` has its steps."""
         self._next_prefill.cache_clear()
