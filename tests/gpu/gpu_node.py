@@ -6,6 +6,7 @@ Prints its ready line. Each line on standard input is an order, answered by one 
 
 import asyncio
 import json
+import logging
 import sys
 from collections import Counter
 from pathlib import Path
@@ -70,5 +71,5 @@ async def serve(toml: str) -> None:
 
 
 if __name__ == "__main__":
-    configure_logging("json")
+    configure_logging("json", level=logging.WARNING)
     uvloop.run(serve(sys.argv[1]))

@@ -61,7 +61,7 @@ def test_a_source_that_is_reused_during_a_read_is_never_taken_for_whole(kind: st
     delivered = wrong = mismatches = torn = 0
     with reader(kind) as (_, read):
         at = seal_offset(NBYTES)
-        for _ in range(20_000):
+        for _ in range(200_000):
             announced = read.seal(at)
             if announced % 2 == 0:
                 continue
@@ -77,7 +77,7 @@ def test_a_source_that_is_reused_during_a_read_is_never_taken_for_whole(kind: st
             if delivered >= 1000 and torn:
                 break
     print(f"{kind}: {delivered=} {wrong=} {mismatches=} {torn=}")  # noqa: T201
-    assert delivered >= 300
+    assert delivered >= 1000
     assert mismatches > 0
     assert torn > 0  # with the check off these would have been delivered
     assert (wrong == 0) == (kind == "honest")

@@ -288,3 +288,33 @@ def test_the_forward_worker_has_the_form_of_the_device_and_the_settings(
     monkeypatch.setattr(f"epd.node.{form}", lambda *arguments: made.append(arguments))
     make_worker(load_config(None, {"role": "encoder", "worker.threads": 2, "worker.batch_items": 3}), device)
     assert made == [given]
+
+
+class Gate:
+    """What a consumer has queued on a GPU: done when it says so."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+async def test_a_slot_is_leased_again_only_after_what_the_consumer_has_queued() -> None:
+    async with pair(pool__regions=1, pool__region_nbytes=MIB) as (_, prefill):
+        first = await prefill.encode(request("first", synthetic_item(MIB)))
+        gate = Gate()
+        assert first._notify is not None
+        first._notify("released", gate)
+        ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+        prefill.submit(request("second", synthetic_item(MIB - 256)), ended.set_result)
+        for _ in range(3):  # each is a round through every actor and back
+            with pytest.raises(RequestTooLarge):
+                await prefill.encode(request("large", synthetic_item(2 * MIB)))
+        assert not ended.done()
+        assert prefill.counts()["slots"] == 1
+        gate.done = True
+        async with asyncio.timeout(20.0):
+            second = await ended
+        assert second.error is None
+        second.release()
+        first.release()
