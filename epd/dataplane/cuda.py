@@ -9,12 +9,16 @@ import contextlib
 import ctypes
 import threading
 import weakref
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from epd.memory.region import DeviceView
+from epd.memory.tensors import as_tensor
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import RegionId, Seal
 from epd.protocol.sources import SEAL_WORD
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_NBYTES: Final = 2 * 1024 * 1024
 """Smaller allocations share a block of the driver's with others, and would be exported with them."""
@@ -140,6 +144,7 @@ class CudaRegion:
         self.device = device
         self.address = block.address
         self._block: CudaBlock | None = block
+        self._whole: torch.Tensor | None = None
         self._seals = seals
 
     @property
@@ -150,7 +155,13 @@ class CudaRegion:
         if self._block is None:
             raise DataPlaneError(f"region {self.region} belongs to a data plane that was closed")
         length = max(0, min(nbytes, self.nbytes - offset))
-        return DeviceView(self.address + offset, length, self.device, self._block)
+        return DeviceView(self.address + offset, length, self.device, self._block, self._tensor, offset)
+
+    def _tensor(self) -> "torch.Tensor | None":
+        """All of it as one tensor, made at the first call; None once it is closed."""
+        if self._whole is None and self._block is not None:
+            self._whole = as_tensor(DeviceView(self.address, self.nbytes, self.device, self._block))
+        return self._whole
 
     def write_seal(self, offset: int, seal: Seal) -> None:
         assert self._seals is not None, "a seal in memory that nobody reads"
@@ -159,6 +170,7 @@ class CudaRegion:
     def close(self) -> None:
         """Let go of the memory: given back now, or with the last view that a consumer still holds."""
         self._block = None
+        self._whole = None
         self._seals = None
 
 

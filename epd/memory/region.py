@@ -5,25 +5,43 @@ A part of it is named by what Python already has for it: a `memoryview` of host 
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from epd.protocol.ids import RegionId, Seal
 from epd.protocol.sources import SEAL_WORD
+
+if TYPE_CHECKING:
+    import torch
 
 HOST: Final = "cpu"
 """The device of host memory; a GPU's is `cuda:N`, N as this process counts."""
 
 
 class DeviceView:
-    """`nbytes` at `address` in the memory of `device`. It keeps `owner`, and so the memory, alive."""
+    """`nbytes` at `address` in the memory of `device`. It keeps `owner`, and so the memory, alive.
 
-    __slots__ = ("address", "device", "nbytes", "owner")
+    `whole`, if given, gives the tensor of all of its region, from whose `start` this is a part; None
+    when the region is closed.
+    """
 
-    def __init__(self, address: int, nbytes: int, device: str, owner: object) -> None:
+    __slots__ = ("address", "device", "nbytes", "owner", "start", "whole")
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        device: str,
+        owner: object,
+        whole: "Callable[[], torch.Tensor | None] | None" = None,
+        start: int = 0,
+    ) -> None:
         self.address = address
         self.nbytes = nbytes
         self.device = device
         self.owner = owner
+        self.whole = whole
+        self.start = start
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
