@@ -20,5 +20,7 @@ RegionId = NewType("RegionId", int)
 """Index of a region within its pool."""
 ReadId = NewType("ReadId", int)
 """From one counter per incarnation, never reused (Mooncake's own batch ids come again at once)."""
+WriteId = NewType("WriteId", int)
+"""A write that an encoder is asked for: from one counter per prefill incarnation, ascending in a session."""
 Seal = NewType("Seal", int)
 """64 bits, never zero, never repeated."""

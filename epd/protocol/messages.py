@@ -18,6 +18,7 @@ from epd.protocol.ids import (
     RegionId,
     Seal,
     TransferId,
+    WriteId,
 )
 
 Role = Literal["encoder", "prefill", "client"]
@@ -25,6 +26,10 @@ MediaKind = Literal["image", "video", "audio"]
 DType = Literal["float32", "bfloat16", "float16"]
 WantedDType = Literal["model", "float32", "bfloat16", "float16"]
 """`model` is the model's own dtype; `EmbeddingMetadata` says which that is."""
+
+WriteOutcome = Literal["written", "untouched", "unknown"]
+"""Of a write into a window: acknowledged by the receiving engine; nothing was handed to an engine; failed,
+and parts may still be on their way."""
 
 ITEMSIZE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -255,6 +260,46 @@ class Failed(Message):
     reason: str
 
 
+# -- push: only in sessions of two nodes with `direction = push` --------------------------------
+
+
+class Windows(Message):
+    """The prefill node's windows for this session, one per region of its pool; never told to another."""
+
+    regions: tuple[RegionDescriptor, ...]
+
+
+class PushWanted(Message):
+    """Write `source`, and after it its seal's word, to `offset` of window `region`.
+
+    A `write` that is not above all before it in the session is a repeat and is not done again.
+    """
+
+    write: WriteId
+    source: Source
+    region: RegionId
+    offset: int
+
+
+class EmbeddingWritten(Message):
+    """The last word of a write; `unknown` stays the answer when it is asked about again."""
+
+    write: WriteId
+    outcome: WriteOutcome
+
+
+class Reconcile(Message):
+    """What is known of these writes? Those that were not begun are not to be begun."""
+
+    writes: tuple[WriteId, ...]
+
+
+class Drained(Message):
+    """Nothing of these writes runs or is on its way."""
+
+    writes: tuple[WriteId, ...]
+
+
 # -- media -----------------------------------------------------------------------------------
 
 
@@ -357,6 +402,11 @@ ControlMessage = (
     | Receipt
     | Cancel
     | Failed
+    | Windows
+    | PushWanted
+    | EmbeddingWritten
+    | Reconcile
+    | Drained
     | NeedMedia
     | MediaMissing
     | Submit

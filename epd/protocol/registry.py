@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from epd.protocol import encoder, group, jobs, prefill, rank, reads, session, slots, sources
+from epd.protocol import encoder, group, jobs, prefill, push, rank, reads, session, slots, sources
 from epd.protocol.machine import Effect, Event, State, Step
 
 
@@ -73,6 +73,7 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
     "group": MachineSpec(group),
     "jobs": MachineSpec(jobs),
     "prefill": MachineSpec(prefill),
+    "push": MachineSpec(push),
     "rank": MachineSpec(rank),
     "reads": MachineSpec(reads),
     "session": MachineSpec(session),

@@ -11,7 +11,7 @@
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
-from epd.protocol import encoder, group, jobs, rank, reads, session, slots, sources
+from epd.protocol import encoder, group, jobs, push, rank, reads, session, slots, sources
 from epd.protocol import prefill_types as p
 from epd.protocol.machine import TimerExpired
 
@@ -198,6 +198,35 @@ _READS: Final = _cells(
     ),
 )
 
+_PUSH_WORDS: Final = (push.WriteEnded, push.WritesDrained, push.AbortWanted)
+_PUSH: Final = _cells(
+    (_NEVER_AGAIN, (push.Opening, push.Granted, push.Writing), (push.WindowWanted,)),
+    (_NEVER_AGAIN, (push.Revoking, push.Held, push.Fenced), (push.WindowWanted,)),
+    (
+        _impossible("it is opened once, and revoked once"),
+        (push.Absent, push.Granted, push.Writing, push.Revoking, push.Held, push.Fenced),
+        (push.WindowOpened,),
+    ),
+    (
+        _impossible("it is opened once, and revoked once"),
+        (push.Absent, push.Opening, push.Granted, push.Writing, push.Held, push.Fenced),
+        (push.WindowRevoked,),
+    ),
+    (
+        _ignored("no write of it is open"),
+        (push.Absent, push.Opening, push.Granted, push.Fenced),
+        _PUSH_WORDS,
+    ),
+    (_ignored("only the fence ends its writes now"), (push.Revoking,), _PUSH_WORDS),
+    (_ignored("nothing ends its writes"), (push.Held,), _PUSH_WORDS),
+    (_REPEAT, (push.Absent, push.Revoking, push.Held, push.Fenced), (push.SessionOver,)),
+    (
+        _NO_DEADLINE,
+        (push.Absent, push.Opening, push.Granted, push.Revoking, push.Held, push.Fenced),
+        (TimerExpired,),
+    ),
+)
+
 _SESSION: Final = _cells(
     (
         _ignored("the session is over; this was on its way"),
@@ -282,6 +311,7 @@ UNHANDLED: Final[Mapping[tuple[str, str], Cells]] = {
     ("jobs", "TRANSITIONS"): _JOBS,
     ("prefill", "TRANSITIONS"): _PREFILL,
     ("prefill", "PART_TRANSITIONS"): _PREFILL_PARTS,
+    ("push", "TRANSITIONS"): _PUSH,
     ("rank", "TRANSITIONS"): _RANK,
     ("reads", "TRANSITIONS"): _READS,
     ("session", "TRANSITIONS"): _SESSION,
