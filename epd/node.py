@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import structlog
 
-from epd.actors import clients, dedup, encode, prefill, transfer
+from epd.actors import clients, dedup, encode, prefill, push, transfer
 from epd.actors.receive_buffers import ReceiveBuffers
 from epd.actors.staging_buffers import StagingBuffers
 from epd.config import Config, PicturesConfig
 from epd.dataplane.base import DataPlane
 from epd.dataplane.poller import ReadPoller, Tap
+from epd.dataplane.push import PUSHED, PushPlane
 from epd.dataplane.select import open_plane
 from epd.encoders.base import Encoder
 from epd.encoders.registry import load_encoder
@@ -41,7 +42,9 @@ from epd.protocol.messages import (
     AnyMessage,
     BufferGrant,
     Cancel,
+    Drained,
     EmbeddingMetadata,
+    EmbeddingWritten,
     EncodeRequest,
     Failed,
     ForwardDone,
@@ -53,12 +56,16 @@ from epd.protocol.messages import (
     MediaMissing,
     NeedMedia,
     PeerLimits,
+    PushWanted,
     Receipt,
+    Reconcile,
     Regions,
     Role,
     Submit,
+    Windows,
 )
 from epd.protocol.prefill_types import Limits as PrefillLimits
+from epd.protocol.push import Limits as PushLimits
 from epd.protocol.session import SessionLimits
 from epd.protocol.trace import LOGIC_VERSION, StateWritten
 from epd.protocol.wire import MAX_ITEMS_PER_PART, PROTOCOL_VERSION
@@ -96,7 +103,11 @@ class Node(ABC):
         self.node_id = NodeId(config.node or "")
         self.listen = ""
         self._open_plane = open_plane_with or (
-            lambda: open_plane(config.data_plane, config.plane_host(), config.device)
+            lambda: (
+                open_plane(config.data_plane, config.plane_host(), config.device)
+                if config.direction == "pull"
+                else PushPlane(config.plane_host())
+            )
         )
         self.security = _load_security(config)
         self._exit = contextlib.AsyncExitStack()
@@ -296,7 +307,7 @@ class Node(ABC):
             PROTOCOL_VERSION,
             LOGIC_VERSION,
             self.fingerprint,
-            self.plane.name,
+            PUSHED * (self.config.direction == "push") + self.plane.name,
             self.plane.segment,
             limits,
         )
@@ -386,19 +397,25 @@ class PrefillNode(Node):
             self._mailbox("buffers"),
             self.pool,
             slots.Limits(timeouts.read_base_s, timeouts.read_min_bandwidth_bytes_per_s),
+            sealed=config.direction == "push",
         )
         if self.monitor is not None:
             self.monitor.steps.nbytes_of = self.buffers.lease_nbytes
         transfer_mailbox = self._mailbox("transfer")
-        poller = ReadPoller(
-            self.plane,
-            lambda results: transfer_mailbox.tell(transfer.PollerNews(results)),
-            loop,
-            tap=self._tap_reads(),
-            check=config.verify != "off",
-        )
-        stack.push_async_callback(asyncio.to_thread, poller.stop)
-        self.transfer = transfer.TransferActor(transfer_mailbox, poller)
+        self.pushed: push.PushedReads | None = None
+        reads_by: transfer.Reads
+        if isinstance(self.plane, PushPlane):
+            reads_by = self.pushed = self._make_pushed_reads(self.plane, transfer_mailbox, stack)
+        else:
+            reads_by = poller = ReadPoller(
+                self.plane,
+                lambda results: transfer_mailbox.tell(transfer.PollerNews(results)),
+                loop,
+                tap=self._tap_reads(),
+                check=config.verify != "off",
+            )
+            stack.push_async_callback(asyncio.to_thread, poller.stop)
+        self.transfer = transfer.TransferActor(transfer_mailbox, reads_by)
         self.prefill = prefill.PrefillActor(
             self.runtime,
             self._mailbox("prefill"),
@@ -426,6 +443,24 @@ class PrefillNode(Node):
         self._links = links
         links.start()
         stack.callback(links.stop)
+
+    def _make_pushed_reads(
+        self, plane: PushPlane, to_transfer: Mailbox[Any], stack: contextlib.AsyncExitStack
+    ) -> push.PushedReads:
+        thread = ThreadPoolExecutor(1, "epd-windows")
+        stack.callback(thread.shutdown)
+        pushed = push.PushedReads(
+            self.runtime,
+            self._mailbox("push"),
+            self.endpoint,
+            plane,
+            thread,
+            PushLimits(self.config.timeouts.suspect_after_s),
+            check=self.config.verify != "off",
+        )
+        pushed.to_transfer = to_transfer
+        self._actors.append(pushed)
+        return pushed
 
     def _tap_reads(self) -> Tap | None:
         """Steps of the read machines are made in the poller's thread and recorded in the loop's."""
@@ -502,7 +537,8 @@ class PrefillNode(Node):
         return False
 
     def counts(self) -> dict[str, int]:
-        return self._counts(self.buffers.counts(), self.transfer.counts(), self.prefill.counts())
+        pushed = {} if self.pushed is None else self.pushed.counts()
+        return self._counts(self.buffers.counts(), self.transfer.counts(), self.prefill.counts(), pushed)
 
     def _can_serve(self) -> bool:
         return self.prefill.can_serve
@@ -517,6 +553,10 @@ class PrefillNode(Node):
         yield Sample("epd_reads_running", (), reads.running)
         for outcome, count in list(reads.outcomes.items()):
             yield Sample("epd_reads", (*labels, outcome), count)
+        if self.pushed is not None:
+            yield from samples("epd_push_windows", self.pushed.windows)
+            yield Sample("epd_push_fences", (), self.pushed.fenced)
+            yield Sample("epd_push_quarantined_bytes", (), self.pushed.quarantined_nbytes)
         yield Sample("epd_room_waiting", (), self.buffers.waiting)
         yield from samples("epd_requests_refused", self.prefill.refused)
 
@@ -552,6 +592,8 @@ class PrefillNode(Node):
                 EmbeddingMetadata | ForwardDone | Failed | NeedMedia | Regions,
             ):
                 self.prefill.mailbox.tell(prefill.FromEncoder(session, message))
+            elif isinstance(message, EmbeddingWritten | Drained) and self.pushed is not None:
+                self.pushed.mailbox.tell(push.FromWriter(session, message))
 
     def _peer_writable(self, session: SessionId) -> None:
         self.prefill.mailbox.tell(prefill.MediaWritable(session))
@@ -614,8 +656,24 @@ class EncoderNode(Node):
         self.buffers.to_encode = self.dedup.to_encode = self.encode.mailbox
         self._actors += [self.buffers, self.dedup, self.encode]
         self._add_clients(None, stack)
+        self.push_writer: push.PushWriter | None = None
+        if isinstance(self.plane, PushPlane):
+            self.push_writer = self._make_push_writer(self.plane, stack)
         self.worker.start(regions, encode.WorkerMail(self.encode.mailbox.tell))
         stack.push_async_callback(asyncio.to_thread, self.worker.stop)
+
+    def _make_push_writer(self, plane: PushPlane, stack: contextlib.AsyncExitStack) -> push.PushWriter:
+        mailbox = self._mailbox("push")
+        poller = ReadPoller(
+            plane,
+            lambda results: mailbox.tell(transfer.PollerNews(results)),
+            asyncio.get_running_loop(),
+            check=False,
+        )
+        stack.push_async_callback(asyncio.to_thread, poller.stop)
+        writer = push.PushWriter(mailbox, self.endpoint, self.pool, poller)
+        self._actors.append(writer)
+        return writer
 
     async def drain(self, timeout_s: float) -> bool:
         """Hand unstarted parts back; wait until the started ones are received. False if time ran out."""
@@ -626,7 +684,8 @@ class EncoderNode(Node):
         return await _is_set_within(idle, timeout_s)
 
     def counts(self) -> dict[str, int]:
-        return self._counts(self.buffers.counts(), self.dedup.counts(), self.encode.counts())
+        writer = {} if self.push_writer is None else self.push_writer.counts()
+        return self._counts(self.buffers.counts(), self.dedup.counts(), self.encode.counts(), writer)
 
     def _can_serve(self) -> bool:
         return self.encode.can_serve
@@ -657,11 +716,15 @@ class EncoderNode(Node):
 
     def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None:
         self.encode.mailbox.tell(encode.PeerOpened(session, peer.node))
+        if self.push_writer is not None:
+            self.push_writer.mailbox.tell(push.ReaderOpened(session, peer.segment))
         self.endpoint.send(session, Regions(self.plane.export()))
 
     def _peer_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         self.encode.mailbox.tell(encode.SessionOver(session))
         self.dedup.mailbox.tell(dedup.SessionOver(session))
+        if self.push_writer is not None:
+            self.push_writer.mailbox.tell(push.ReaderGone(session))
 
     def session_suspect(self, session: SessionId, suspect: bool) -> None:
         """A silent prefill node keeps what it has until its session is dead."""
@@ -674,6 +737,8 @@ class EncoderNode(Node):
                 self.dedup.mailbox.tell(dedup.ChunkReceived(session, message))
             elif isinstance(message, MediaMissing):
                 self.dedup.mailbox.tell(dedup.MediaAbsent(session, message.sha256))
+            elif isinstance(message, Windows | PushWanted | Reconcile) and self.push_writer is not None:
+                self.push_writer.mailbox.tell(push.FromReader(session, message))
 
     def _peer_writable(self, session: SessionId) -> None:
         """An encoder sends nothing on the media lane of its prefill nodes."""

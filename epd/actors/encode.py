@@ -19,7 +19,7 @@ from epd.actors.dedup import (
     Subscription,
     WorkerTooSlow,
 )
-from epd.actors.staging_buffers import PinAnswer, PinAsked, SourceEvent, UnpinAsked, sealed_nbytes
+from epd.actors.staging_buffers import PinAnswer, PinAsked, SourceEvent, UnpinAsked
 from epd.encoders.base import Encoder
 from epd.forward.base import ForwardItem, ForwardWorker, ItemResult
 from epd.observe.log import log_transfer_ended
@@ -41,7 +41,7 @@ from epd.protocol.messages import (
     Item,
     Receipt,
 )
-from epd.protocol.sources import Subscriber
+from epd.protocol.sources import Subscriber, sealed_nbytes
 from epd.protocol.wire import MAX_AUX_NBYTES
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint

@@ -12,6 +12,7 @@ from epd.protocol.ids import LeaseId, ReadId, TransferId
 from epd.protocol.machine import Effect
 from epd.protocol.messages import ErrorValue
 from epd.protocol.prefill_types import ReadEnded
+from epd.protocol.sources import sealed_nbytes
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
 from epd.runtime.mailbox import Mailbox, Ref
@@ -90,10 +91,22 @@ Mail = RoomWanted | RoomUnwanted | ReadAsked | LeaseDone | LeaseFree | ReadNews
 
 
 class ReceiveBuffers(Actor[Mail]):
-    """Leases room in one total order; hands reads on; frees what the engine has let go of."""
+    """Leases room in one total order; hands reads on; frees what the engine has let go of.
 
-    def __init__(self, runtime: Runtime, mailbox: Mailbox[Mail], pool: Pool, limits: slots.Limits) -> None:
+    `sealed`: each item gets room for its seal as well, which comes with its payload.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        mailbox: Mailbox[Mail],
+        pool: Pool,
+        limits: slots.Limits,
+        *,
+        sealed: bool = False,
+    ) -> None:
         super().__init__("buffers", mailbox)
+        self._sealed = sealed
         self._pool = pool
         self._waiters: Waiters[TransferId] = Waiters(ageing_s=1.0)
         self._clock = runtime.clock
@@ -122,11 +135,14 @@ class ReceiveBuffers(Actor[Mail]):
                     self._admit()
 
     def _want_room(self, message: RoomWanted) -> None:
-        if not self._pool.fits_empty(message.sizes_nbytes):
-            error = too_large(message.sizes_nbytes, self._pool)
+        sizes = message.sizes_nbytes
+        if self._sealed:
+            sizes = tuple(sealed_nbytes(nbytes) for nbytes in sizes)
+        if not self._pool.fits_empty(sizes):
+            error = too_large(sizes, self._pool)
             self.to_prefill.tell(RoomAnswer(message.transfer, None, (), error.as_value()))
             return
-        self._waiters.push(message.transfer, message.sizes_nbytes, self._clock.now_s())
+        self._waiters.push(message.transfer, sizes, self._clock.now_s())
         self._admit()
 
     def _admit(self) -> None:

@@ -12,16 +12,11 @@ from epd.protocol.ids import LeaseId, Seal
 from epd.protocol.job_key import JobKey
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import ErrorValue, Source
-from epd.protocol.sources import SEAL_WORD, Subscriber, seal_offset
+from epd.protocol.sources import Subscriber, seal_offset, sealed_nbytes
 from epd.runtime.actor import Actor
 from epd.runtime.machines import MachineTable
 from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
-
-
-def sealed_nbytes(nbytes: int) -> int:
-    """Of a staging slot: the payload and, behind it, the seal."""
-    return seal_offset(nbytes) + SEAL_WORD.size
 
 
 class StagingWanted(NamedTuple):

@@ -1,6 +1,7 @@
 """The TransferActor of the prefill side: peers' segments, reads, aborts."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -9,7 +10,6 @@ from epd.dataplane.poller import (
     PeerOpened,
     PollerFailed,
     ReadDone,
-    ReadPoller,
     ReadPosted,
     ReadRequest,
     ReadResult,
@@ -53,10 +53,22 @@ class PollerNews(NamedTuple):
 Mail = PeerAnnounced | PeerGone | ReadOrder | AbortOrder | PollerNews
 
 
+class Reads(Protocol):
+    """What performs the reads: `ReadPoller`, or `epd.actors.push.PushedReads`. Answers with `PollerNews`."""
+
+    def read(self, request: ReadRequest) -> None: ...
+
+    def abort(self, read: ReadId) -> None: ...
+
+    def open_peer(self, session: SessionId, segment: str, regions: Sequence[RegionDescriptor]) -> None: ...
+
+    def close_peer(self, session: SessionId) -> None: ...
+
+
 class TransferActor(Actor[Mail]):
     """Posts reads to the one poller and hands its words on; holds nothing but their numbers."""
 
-    def __init__(self, mailbox: Mailbox[Mail], poller: ReadPoller) -> None:
+    def __init__(self, mailbox: Mailbox[Mail], poller: Reads) -> None:
         super().__init__("transfer", mailbox)
         self._poller = poller
         self._reads: dict[ReadId, LeaseId] = {}

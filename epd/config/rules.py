@@ -68,6 +68,17 @@ def _runs_on_a_known_device(config: Config) -> None:
     raise wrong("device", repr(device), "'auto', 'cpu' or 'cuda:N'")
 
 
+def _pushes_where_a_writer_can_be_shut_out(config: Config) -> None:
+    if config.direction == "pull":
+        return
+    if config.data_plane == "shm":
+        allowed = "'pull' with data_plane 'shm': a mapping in another process cannot be revoked"
+        raise wrong("direction", "'push'", allowed)
+    if config.device not in ("auto", "cpu"):
+        allowed = f"'pull' with device {config.device!r}: a handle that a peer has opened cannot be revoked"
+        raise wrong("direction", "'push'", allowed)
+
+
 def _has_a_background(config: Config) -> None:
     if not re.fullmatch("#[0-9a-fA-F]{6}", config.pictures.background):
         raise wrong("pictures.background", repr(config.pictures.background), "a colour as #RRGGBB")
@@ -102,6 +113,7 @@ RULES: Final[tuple[Callable[[Config], None], ...]] = (
     _exposes_mooncake_knowingly,
     _dials_whom_its_role_needs,
     _runs_on_a_known_device,
+    _pushes_where_a_writer_can_be_shut_out,
     _has_a_background,
     _has_names_that_can_be_shown,
     _suspects_before_it_buries,

@@ -134,6 +134,9 @@ class Config(_Table, frozen=True, kw_only=True):
     """Whom a prefill node dials."""
     data_plane: Literal["auto", "mooncake", "shm"] = "auto"
     """`auto`: Mooncake where it imports and initialises, else shm."""
+    direction: Literal["pull", "push"] = "pull"
+    """Who moves the bytes, equal on both sides. `pull`: the prefill node reads, and no peer can write its
+    memory. `push`: the encoder writes, over Mooncake's TCP only, and windows are revoked where it fails."""
     model: Annotated[str, Meta(min_length=1)] = "builtin:qwen2-vl"
     device: str = "auto"
     """Where forwards run and pools lie: `cpu`, `cuda:N`, or `auto`: the first GPU where there is one and

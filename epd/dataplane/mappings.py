@@ -21,6 +21,7 @@ from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import RegionId
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10  # not in the mmap module
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,19 +89,19 @@ def allocate_private(count: int, region_nbytes: int) -> list[OwnRegion]:
     return regions
 
 
-def allocate_shared(count: int, region_nbytes: int) -> list[OwnRegion]:
-    """The staging pool: pre-faulted memfds that can neither shrink nor grow.
+def allocate_shared(count: int, region_nbytes: int, setting: str = "staging") -> list[OwnRegion]:
+    """The pool of that setting: pre-faulted memfds that can neither shrink nor grow.
 
     Raises `DataPlaneError` with sizes and the settings to change.
     """
-    _refuse_what_does_not_fit("staging", count, region_nbytes)
+    _refuse_what_does_not_fit(setting, count, region_nbytes)
     regions: list[OwnRegion] = []
     try:
         regions.extend(_shared(RegionId(index), region_nbytes) for index in range(count))
     except (OSError, ValueError) as error:
         for region in regions:
             region.close()
-        raise _no_memory("staging", count, region_nbytes, str(error)) from error
+        raise _no_memory(setting, count, region_nbytes, str(error)) from error
     return regions
 
 
@@ -141,11 +142,7 @@ class ReadOnlyMapping:
     def __init__(self, fd: int, nbytes: int) -> None:
         """Raises `OSError`."""
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ, flags, fd, 0)
-        if address in (None, _MAP_FAILED):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        self.address: int = address
+        self.address = _map(None, nbytes, mmap.PROT_READ, flags, fd)
         self.nbytes = nbytes
 
     def close(self) -> None:
@@ -153,6 +150,33 @@ class ReadOnlyMapping:
         if self.nbytes:
             _libc.munmap(self.address, self.nbytes)
             self.nbytes = 0
+
+
+class Window:
+    """A memfd mapped once more, writable, until it is shut. `fd` may be closed afterwards."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Raises `OSError`."""
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self.address = _map(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+        self.nbytes = nbytes
+
+    def shut(self) -> None:
+        """Put nothing in its place: its addresses stay taken, and whoever uses them gets EFAULT.
+
+        Over when it returns: the kernel waits for copies into these pages that are under way. Raises
+        `OSError`; it may still be open then.
+        """
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(self.address, self.nbytes, 0, flags, -1)
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    got = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if got in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(got)
 
 
 def is_sealed(fd: int, nbytes: int) -> bool:

@@ -206,7 +206,7 @@ class MooncakePlane:
         return self._read_within_limit(peer, self._scratch.address, regions[0].base, nbytes)
 
     def _read_within_limit(self, peer: Peer, local: int, source: int, nbytes: int) -> bool:
-        batch = self._submit(peer.name, local, source, nbytes)
+        batch = self._submit_read(peer.name, local, source, nbytes)
         give_up_s = time.monotonic() + OPEN_TIMEOUT_S
         while batch:
             status = self._engine.transfer_check_status(batch)
@@ -250,6 +250,9 @@ class MooncakePlane:
         return Posted(ticket)
 
     def _submit(self, name: str, local: int, source: int, nbytes: int) -> int:
+        return self._submit_read(name, local, source, nbytes)
+
+    def _submit_read(self, name: str, local: int, source: int, nbytes: int) -> int:
         # One entry per call: of several, the status tells about the first only. 0: not submitted.
         return int(self._engine.batch_transfer_async_read(name, [local], [source], [nbytes]))
 

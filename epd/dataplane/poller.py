@@ -73,13 +73,14 @@ class ReadDone(NamedTuple):
     """The last word on a read; our engine will not touch its memory any more.
 
     `outcome`: ok, seal_mismatch, digest_mismatch, failed, refused or aborted. `seconds` since it was
-    handed in; `nbytes` is 0 unless ok.
+    handed in; `nbytes` is 0 unless ok. `posted`: the engine had something of it.
     """
 
     read: ReadId
     outcome: str
     seconds: float
     nbytes: int
+    posted: bool = True
 
 
 class PeerOpened(NamedTuple):
@@ -400,7 +401,8 @@ class ReadPoller:
         if outcome == "ok" and digest is not None and self._digest(request) != digest:
             outcome = "digest_mismatch"
         nbytes = request.source.nbytes if outcome == "ok" else 0
-        self._results.append(ReadDone(request.read, outcome, now_s - read.started_s, nbytes))
+        posted = read.posted_s is not None
+        self._results.append(ReadDone(request.read, outcome, now_s - read.started_s, nbytes, posted))
 
     def _digest(self, request: ReadRequest) -> bytes:
         return self._plane.digest(request.local_address, request.source.nbytes)

@@ -121,6 +121,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
             ("peer", "check"),
             "Reads whose seal or checksum was not the announced one, by the configured address.",
         ),
+        # -- push
+        Family(
+            "epd_push_windows",
+            "gauge",
+            ("state",),
+            "Windows that encoders write through: granted, revoking, or held, as they cannot be revoked.",
+        ),
+        Family("epd_push_fences", "counter", (), "Windows that were revoked; the end of a session is one."),
+        Family(
+            "epd_push_quarantined_bytes",
+            "gauge",
+            (),
+            "Bytes of slots whose writer has not said what became of its write, until its window is revoked.",
+        ),
         # -- encoders
         Family("epd_jobs", "gauge", ("state",), "Jobs by state."),
         Family("epd_shared_jobs", "counter", (), "Subscriptions that joined a job that was there already."),

@@ -25,6 +25,11 @@ def seal_offset(nbytes: int) -> int:
     return (nbytes + SEAL_WORD.size - 1) & -SEAL_WORD.size
 
 
+def sealed_nbytes(nbytes: int) -> int:
+    """Of a slot with a seal: the payload and, behind it, the seal."""
+    return seal_offset(nbytes) + SEAL_WORD.size
+
+
 class Limits(msgspec.Struct, frozen=True):
     """This machine has no deadlines."""
 

@@ -6,7 +6,17 @@ from typing import Final
 
 from epd.client import NodeClient
 
-_NOT_HELD: Final = ("_free_nbytes", "registrations", "sessions", "sockets", "timers", "segments", "encoders")
+_NOT_HELD: Final = (
+    "_free_nbytes",
+    "registrations",
+    "sessions",
+    "sockets",
+    "timers",
+    "segments",
+    "encoders",
+    "machines.push",
+    "readers",
+)
 """Counts of an idle node that are not zero: free memory, and what its connected peers cost."""
 
 
