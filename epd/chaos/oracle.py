@@ -16,6 +16,7 @@ from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.testing.synthetic import pattern
 
 POISON: Final = 0xDB
+_CORRUPTIONS_TOLD: Final = 8
 _ITEM_NBYTES: Final = 4
 """Of one float32: an item's probe says how many."""
 
@@ -39,27 +40,44 @@ class Oracle:
         self.delivered_nbytes = 0
         self.failed: Counter[str] = Counter()
         self.corrupted_nbytes = 0
+        self.corruptions: list[str] = []
+        """What the first wrong items looked like."""
         self.lost = 0
         """Requests without an outcome, or with two."""
 
-    def check(self, request: EmbeddingRequest, delivery: Delivery) -> None:
+    def check(self, request: EmbeddingRequest, delivery: Delivery, when: str) -> None:
         """Compare every byte. In any thread: the views are the consumer's."""
         if len(delivery.views) != len(request.items):
             self.lost += 1
             return
         for item, view in zip(request.items, delivery.views, strict=True):
             expected = pattern(item.media, item.probe.width * _ITEM_NBYTES)
-            if host_bytes(view) != expected:
-                self.corrupted_nbytes += _differing(host_bytes(view), expected)
+            found = host_bytes(view)
+            if found == expected:
+                continue
+            wrong = _differing(found, expected)
+            self.corrupted_nbytes += len(wrong)
+            if len(self.corruptions) < _CORRUPTIONS_TOLD:
+                self.corruptions.append(_told(request, item, when, found, wrong))
 
     def poison(self, delivery: Delivery) -> None:
         for view in delivery.views:
             host_bytes(view)[:] = bytes([POISON]) * view.nbytes
 
 
-def _differing(view: memoryview, expected: bytes) -> int:
-    if view.nbytes != len(expected):
-        return max(view.nbytes, len(expected))
+def _differing(found: memoryview, expected: bytes) -> list[int]:
+    """Where they differ."""
     import numpy as np
 
-    return int((np.frombuffer(view, np.uint8) != np.frombuffer(expected, np.uint8)).sum())
+    if found.nbytes != len(expected):
+        return list(range(max(found.nbytes, len(expected))))
+    return np.flatnonzero(np.frombuffer(found, np.uint8) != np.frombuffer(expected, np.uint8)).tolist()
+
+
+def _told(request: EmbeddingRequest, item: ImageItem, when: str, found: memoryview, wrong: list[int]) -> str:
+    sample = bytes(found[wrong[0] : wrong[0] + 8]).hex()
+    values = len({found[one] for one in wrong[:4096]})
+    return (
+        f"{request.request_id}, item {item.name}, {found.nbytes} B, {when}: {len(wrong)} wrong, {wrong[0]}"
+        f" to {wrong[-1]}, of {values} values, {sample}..."
+    )

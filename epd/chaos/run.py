@@ -131,9 +131,9 @@ class Run:
             self.oracle.failed[delivery.error.code] += 1
             return
         delivery.take()
-        await asyncio.to_thread(self.oracle.check, wanted, delivery)
+        await asyncio.to_thread(self.oracle.check, wanted, delivery, "when it came")
         await asyncio.sleep(request.hold_s)
-        await asyncio.to_thread(self.oracle.check, wanted, delivery)
+        await asyncio.to_thread(self.oracle.check, wanted, delivery, "before its release")
         await asyncio.to_thread(self.oracle.poison, delivery)
         self.oracle.delivered += 1
         self.oracle.delivered_nbytes += sum(view.nbytes for view in delivery.views)
@@ -280,9 +280,11 @@ def _report(
         "failed": dict(sorted(oracle.failed.items())),
         "lost": lost,
         "corrupted_bytes": oracle.corrupted_nbytes,
+        "corruptions": oracle.corruptions,
         "residue": left,
         "residue_by": residue
-        | {f"outside {number}": one for number, one in enumerate(outside) if any(one.values())},
+        | {f"outside {number}": one for number, one in enumerate(outside) if any(one.values())}
+        | {f"/dev/shm/{name}": 1 for name in sorted(shared)},  # tidy: named, nothing is made there
         "recovery_ms": _percentiles_ms(this.recoveries_s["sigkill"]),
         "recovery_stopped_ms": _percentiles_ms(this.recoveries_s["sigstop"]),
     }
