@@ -47,7 +47,12 @@ CONFIGURATIONS: Final = (
     ),
     Configuration(
         "retry-elsewhere",
-        "1 request, 2 encoders, 3 attempts",
+        "1 request, 2 encoders, 3 attempts: encoders die, reads fail",
+        Setup((ONE,), frozenset({"crash", "read-fails", "read-timeout"}), 2, encoders=2, attempts=3),
+    ),
+    Configuration(
+        "two-encoders",
+        "1 request, 2 encoders, 3 attempts: sessions, reads, sizes, draining",
         Setup((ONE,), CHANNEL | READS | {"timeout", "read-timeout", "drain"}, 1, encoders=2, attempts=3),
     ),
     Configuration(
@@ -61,7 +66,7 @@ CONFIGURATIONS: Final = (
         Setup(
             ((Part((0,)), Part((1,), 1)),),
             CHANNEL | {"timeout", "cancel", "drain"},
-            0,
+            1,
             rows=(1, 1),
             encoders=2,
             pool_slots=2,
@@ -70,7 +75,7 @@ CONFIGURATIONS: Final = (
     Configuration(
         "two-items",
         "1 request of two pictures in one part, one staging slot: each is announced by itself",
-        Setup(((Part((0, 1)),),), ORDERED, 0, rows=(1, 1), pool_slots=2),
+        Setup(((Part((0, 1)),),), ORDERED, 1, rows=(1, 1), pool_slots=2),
     ),
     Configuration(
         "mailboxes",
