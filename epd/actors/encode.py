@@ -212,7 +212,7 @@ class EncodeActor(Actor[Mail]):
                 error = ForwardFailed(f"the forward worker died: {message.reason}").as_value()
                 self._end_batch([ItemResult(error, None)] * len(self._running))
             case WorkerLost():
-                # Its memory can be used again only when this process is gone (I2).
+                # Nothing can be encoded; or its memory can be used again only when this process is gone (I2).
                 raise ForwardFailed(f"the forward worker is lost: {message.reason}")
             case WorkerTooSlow():
                 if message.job in self._running:

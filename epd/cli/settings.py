@@ -16,7 +16,7 @@ _FLAGS = (
     click.option("--listen", metavar="tcp://HOST:PORT", help="Default: a free loopback port."),
     click.option("--encoders", metavar="tcp://H:P,...", help="Whom a prefill node reads from."),
     click.option("--data-plane", metavar="auto|mooncake|shm", help="Default: auto."),
-    click.option("--model", metavar="builtin:NAME|callable:MODULE:NAME", help="What an encoder runs."),
+    click.option("--model", metavar="PATH|builtin:NAME|callable:MODULE:NAME", help="What an encoder runs."),
     click.option("--device", metavar="auto|cpu|cuda:N", help="Where forwards run and pools lie."),
     click.option("--verify", metavar="off|seal|checksum", help="What proves that a read is whole."),
     click.option("--metrics-port", metavar="N", help="For /metrics, /healthz and /readyz; 0: a free one."),

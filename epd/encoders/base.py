@@ -25,9 +25,12 @@ class MediaItem(NamedTuple):
 
 class Encoder(Protocol):
     name: str
-    fingerprint: str
-    """Model, configuration, weights, processor: equal if and only if the embeddings are."""
     default_dtype: DType
+
+    @property
+    def fingerprint(self) -> str:
+        """Model, configuration, weights, processor: equal if and only if the embeddings are."""
+        ...
 
     def plan(self, probe: Probe, dtype: DType) -> EmbeddingSpec:
         """Rows, dim, dtype and aux tensors of an item, from its probe alone.

@@ -40,7 +40,8 @@ class WorkerEvents(Protocol):
         ...
 
     def worker_lost(self, reason: str) -> None:
-        """It may still write, and nothing in this process can end it: the node has to end."""
+        """The node has to end: the model could not be loaded at start, or the worker may still write and
+        nothing in this process can end it."""
         ...
 
     def worker_died(self, reason: str) -> None:

@@ -70,7 +70,7 @@ class ProcessWorker:
         self._loop: asyncio.AbstractEventLoop
         self._running: _Running | None = None
         self._restart: asyncio.TimerHandle | None = None
-        self._ready = False
+        self._ready = self._was_ready = self._cannot_load = False
         self._batch: int | None = None
         self._load_error = ""
         self._failures = 0
@@ -214,6 +214,9 @@ class ProcessWorker:
 
     def _end(self, reason: str) -> None:
         self._failures += 1
+        if self._cannot_load and not self._was_ready:
+            self._events.worker_lost(reason)  # at start; later ones may fail for want of memory, for a while
+            return
         self._events.worker_died(reason)
         if not self._stopped:
             self._restart = self._loop.call_later(backoff_s(self._failures), self._spawn)
@@ -249,9 +252,10 @@ class ProcessWorker:
     def _receive(self, message: m.Ready | m.LoadFailed | m.BatchEnded) -> None:
         match message:
             case m.Ready():
-                self._ready = True
+                self._ready = self._was_ready = True
                 self._events.worker_ready()
             case m.LoadFailed():
+                self._cannot_load = True
                 self._load_error = f"{self._encoder_spec} cannot be loaded: {message.reason}"
             case m.BatchEnded():
                 if message.batch != self._batch:

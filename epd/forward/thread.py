@@ -116,7 +116,7 @@ class ThreadWorker:
         self._thread: threading.Thread | None = None
         self._restart: asyncio.TimerHandle | None = None
         self._lost: asyncio.TimerHandle | None = None
-        self._ready = False
+        self._ready = self._was_ready = False
         self._batch: int | None = None
         self._failures = 0
         self._stopped = False
@@ -172,11 +172,14 @@ class ThreadWorker:
             getattr(self, method)(*arguments)
 
     def _loaded(self) -> None:
-        self._ready = True
+        self._ready = self._was_ready = True
         self._events.worker_ready()
 
     def _load_failed(self, reason: str) -> None:
         self._failures += 1
+        if not self._was_ready:
+            self._lose(reason)
+            return
         self._events.worker_died(reason)
         self._restart = self._loop.call_later(backoff_s(self._failures), self._spawn)
 

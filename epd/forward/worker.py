@@ -23,7 +23,7 @@ from epd.encoders.registry import load_encoder
 from epd.forward import messages as m
 from epd.forward.base import ForwardItem
 from epd.forward.batches import BatchRunner, describe
-from epd.protocol.errors import ForwardFailed
+from epd.protocol.errors import EpdError, ForwardFailed
 
 NICE: Final = 10
 """Lower than the node, whose round trips must stay short while a forward takes every core."""
@@ -69,6 +69,9 @@ def _serve(channel: socket.socket) -> None:
         encoder = load_encoder(message.encoder)
         encoder.load(message.num_threads, "cpu")
         _set_threads(message.num_threads)
+    except EpdError as error:  # it says all there is to say
+        channel.send(m.encode(m.LoadFailed(error.message)))
+        return
     except Exception as error:
         channel.send(m.encode(m.LoadFailed(describe(error))))
         raise

@@ -22,7 +22,7 @@ from forward_node import MemfdRegion
 from epd.data import photographs
 from epd.encoders.base import MediaItem
 from epd.encoders.media import probe_image
-from epd.encoders.qwen2_vl import Qwen2VLEncoder
+from epd.encoders.registry import load_encoder
 from epd.forward.process import ForwardItem, ItemResult, ProcessWorker, backoff_s
 from epd.protocol.errors import ConfigError
 from epd.protocol.messages import DType, Probe
@@ -42,6 +42,10 @@ class Ready(NamedTuple):
 class Ended(NamedTuple):
     batch: int
     results: Sequence[ItemResult]
+
+
+class Lost(NamedTuple):
+    reason: str
 
 
 class Died(NamedTuple):
@@ -64,7 +68,7 @@ class Node:
         self.regions = [MemfdRegion(3, region_nbytes), MemfdRegion(5, region_nbytes)]
         self.worker = ProcessWorker(encoder, num_threads, batch_items)
         self.batch = 0
-        self._events: asyncio.Queue[Ready | Ended | Died] = asyncio.Queue()
+        self._events: asyncio.Queue[Ready | Ended | Died | Lost] = asyncio.Queue()
         self.runner.run(self._start())
 
     async def _start(self) -> None:
@@ -77,13 +81,13 @@ class Node:
         self._events.put_nowait(Ended(batch, results))
 
     def worker_lost(self, reason: str) -> None:
-        raise AssertionError(reason)
+        self._events.put_nowait(Lost(reason))
 
     def worker_died(self, reason: str) -> None:
         self._events.put_nowait(Died(reason))
 
-    def event(self) -> Ready | Ended | Died:
-        async def get() -> Ready | Ended | Died:
+    def event(self) -> Ready | Ended | Died | Lost:
+        async def get() -> Ready | Ended | Died | Lost:
             async with asyncio.timeout(HANG_S):
                 return await self._events.get()
 
@@ -370,13 +374,12 @@ def test_a_second_batch_is_refused_while_one_runs(node: Node, fifo: Path) -> Non
         node.submit([echo_item(b"x")])
 
 
-def test_an_encoder_that_cannot_be_loaded_says_why_and_is_tried_again() -> None:
+def test_an_encoder_that_cannot_be_loaded_at_start_says_why_and_ends_the_node() -> None:
     before = held()
     node = Node(f"callable:{forward_encoders.__name__}:UNLOADABLE")
-    for _ in range(2):
-        died = node.event()
-        assert isinstance(died, Died)
-        assert "UNLOADABLE cannot be loaded: RuntimeError: no such weights" in died.reason
+    lost = node.event()
+    assert isinstance(lost, Lost)
+    assert "UNLOADABLE cannot be loaded: RuntimeError: no such weights" in lost.reason
     node.close()
     assert held() == before
 
@@ -469,7 +472,7 @@ def test_numbers_below_one_are_refused(num_threads: int, batch_items: int) -> No
 
 
 def photograph_items(paths: Sequence[Path], dtype: DType) -> list[ForwardItem]:
-    encoder = Qwen2VLEncoder()
+    encoder = load_encoder("builtin:qwen2-vl")
     items = []
     offset = 0
     for path in paths:
@@ -485,7 +488,7 @@ def photograph_items(paths: Sequence[Path], dtype: DType) -> list[ForwardItem]:
 def test_photographs_come_out_bit_equal_to_a_local_encode(vision: Node, dtype: DType) -> None:
     import torch
 
-    local = Qwen2VLEncoder()
+    local = load_encoder("builtin:qwen2-vl")
     local.load(1, "cpu")
     items = photograph_items(photographs()[:4], dtype)
     results = vision.encode(items, digest=True)

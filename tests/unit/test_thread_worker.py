@@ -147,12 +147,12 @@ async def test_a_place_outside_the_regions_is_not_written(model: Model, region: 
         assert bytes(node.regions[0].view) == bytes(4096)
 
 
-async def test_a_model_that_does_not_load_is_tried_again(model: Model) -> None:
+async def test_a_model_that_does_not_load_at_start_ends_the_node(model: Model) -> None:
     model.fail_loads = 1
     async with started() as node:
         kind, reason = await node.event()
-        assert (kind, "no such weights" in reason) == ("died", True)
-        assert await node.event() == ("ready",)
+        assert (kind, "no such weights" in reason) == ("lost", True)
+        assert node.nothing_came()
 
 
 async def test_a_forward_that_was_told_to_end_and_does_is_a_death_and_a_new_start(model: Model) -> None:
