@@ -106,14 +106,23 @@ def encoder_process(
 
 @contextlib.asynccontextmanager
 async def pair(
-    data_plane: Choice, regions: int, region_nbytes: int, *, metrics: bool = False, curve: bool = False
+    data_plane: Choice,
+    regions: int,
+    region_nbytes: int,
+    *,
+    metrics: bool = False,
+    curve: bool = False,
+    trace_folder: str | None = None,
 ) -> AsyncIterator[Pair]:
-    """A warm, connected pair on `mooncake` or `shm`."""
+    """A warm, connected pair on `mooncake` or `shm`; both record into `trace_folder`, if there is one."""
     settings: dict[str, Any] = {"metrics_port": 0} if metrics else {}
     with (
         tempfile.TemporaryDirectory() as folder,
         encoder_process(
-            data_plane, regions, region_nbytes, settings | (_new_keys(folder) if curve else {})
+            data_plane,
+            regions,
+            region_nbytes,
+            settings | (_new_keys(folder) if curve else {}) | _trace(trace_folder, "encoder"),
         ) as encoder,
     ):
         overrides = {
@@ -124,6 +133,7 @@ async def pair(
             "pool.region_nbytes": region_nbytes,
             **settings,
             **(_prefill_keys(folder, encoder.address) if curve else {}),
+            **_trace(trace_folder, "prefill"),
         }
         plane = open_plane(data_plane, "127.0.0.1")
         watched = _Watched(plane)
@@ -133,6 +143,10 @@ async def pair(
             await connected.latency_s(synthetic_item(4))
             connected.segment, connected.exported = watched.segment, watched.exported
             yield connected
+
+
+def _trace(folder: str | None, role: str) -> dict[str, Any]:
+    return {} if folder is None else {"trace": f"{folder}/{role}.trace"}
 
 
 def _new_keys(folder: str) -> dict[str, str]:

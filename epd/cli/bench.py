@@ -8,7 +8,7 @@ from typing import Any
 import click
 import uvloop
 
-from epd.bench import curve, metrics, throughput, transfer
+from epd.bench import curve, metrics, recording, throughput, transfer
 from epd.bench.report import Row, machine
 from epd.dataplane.select import Choice, open_plane
 from epd.protocol.errors import DataPlaneError
@@ -19,6 +19,7 @@ SCENARIOS: dict[str, Scenario] = {
     "throughput": throughput.run,
     "curve": curve.run,
     "metrics": metrics.run,
+    "recording": recording.run,
 }
 
 
@@ -33,7 +34,7 @@ SCENARIOS: dict[str, Scenario] = {
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def bench_command(scenario: str, quick: bool, data_plane: Choice, as_json: bool) -> None:
-    """Measure SCENARIO: `transfer` (latency), `throughput` (no bytes), `metrics`, `curve` (their cost)."""
+    """Measure SCENARIO: `transfer` (latency), `throughput` (of no bytes), or what one of the others costs."""
     rows = uvloop.run(_run(SCENARIOS[scenario], _planes(data_plane), quick))
     report = {"scenario": scenario, "rows": [row.as_json() for row in rows], "machine": machine()}
     if as_json:

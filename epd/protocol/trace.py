@@ -3,25 +3,26 @@
 A file begins with its header: 4 bytes of length (little endian) and that much msgpack, a map. Then
 blocks follow, each for itself:
 
-    length u32, CRC-32 of the data u32, CRC-32 of these 8 bytes u32, data: zlib of a msgpack array of records
+    length u32, CRC-32 of the data u32, CRC-32 of these 8 bytes u32, data: zlib of a msgpack array
 
-A record is a msgpack array:
+The array holds records of one sort, flat; its first value says how many values make one of them:
 
-    [kind, limits]  before the first step of that kind: the limits all its machines are stepped with
-    [kind, key, state]   in a file that goes on from another: where the machine `key` stands
-    [kind, key, now_s, event, effects]    one step of the machine `key` of that kind
+    2  kind, limits    before the first step of that kind: the limits all its machines are stepped with
+    3  kind, key, state    in a file that goes on from another: where the machine `key` stands
+    5  kind, key, now_s, event, effects    one step of the machine `key` of that kind
 
 A torn tail, from a node that died while writing, loses its last record and nothing else: what was
 written of a block can be read up to where it ends. Anything else that is wrong is `corrupt`. Every file
 can be replayed alone: one that goes on from another has the states of all machines that had one, before
 its first step. Events, effects and states never hold payload or media bytes, so a trace does not either.
 
-Format 1 has no blocks: each record has 4 bytes of length before it, as the header. It is read as well.
+Format 1 has no blocks: each record is an array, with 4 bytes of length before it as the header has. It
+is read as well.
 """
 
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -103,8 +104,12 @@ Record = LimitsRecord | StateRecord | StepRecord
 LimitsWritten = tuple[str, Any]
 StateWritten = tuple[str, Hashable, State]
 StepWritten = tuple[str, Hashable, float, Event, tuple[Effect, ...]]
-Written = LimitsWritten | StateWritten | StepWritten
-"""A record as `encode_block` takes it."""
+"""Records as they are written."""
+Width = Literal[2, 3, 5]
+"""How many values make one record: of limits, of a state, of a step."""
+LIMITS: Final = 2
+STATE: Final = 3
+STEP: Final = 5
 
 
 class _Versions(msgspec.Struct, frozen=True):
@@ -130,9 +135,36 @@ def encode_header(header: TraceHeader) -> bytes:
     return len(body).to_bytes(_PREFIX_NBYTES, "little") + body
 
 
-def encode_block(records: Sequence[Written]) -> bytes:
-    """One block. Raises what msgspec does if something in it cannot be encoded."""
-    data = zlib.compress(_encoder.encode(records), _LEVEL)
+class RecordEncoder:
+    """Encodes records for blocks. It keeps its memory, which makes it cost half as much."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def encode(self, width: Width, values: list[Any]) -> bytes:
+        """`len(values) / width` records, their values one after another; for `pack_block`.
+
+        Raises what msgspec does if something in it cannot be encoded.
+        """
+        values.insert(0, width)
+        try:
+            _encoder.encode_into(values, self._buffer)
+        finally:
+            del values[0]
+        return bytes(self._buffer)
+
+
+def encode_block(
+    records: Sequence[LimitsWritten] | Sequence[StateWritten] | Sequence[StepWritten],
+) -> bytes:
+    """One block of records of one sort, at least one."""
+    width: Any = len(records[0])
+    return pack_block(RecordEncoder().encode(width, [value for record in records for value in record]))
+
+
+def pack_block(records: bytes) -> bytes:
+    """The block of what a `RecordEncoder` made."""
+    data = zlib.compress(records, _LEVEL)
     prefix = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
     return prefix + zlib.crc32(prefix).to_bytes(4, "little") + data
 
@@ -193,7 +225,7 @@ class TraceReader:
         self.torn = len(prefix) > 0
         return b""
 
-    def _bodies(self) -> Iterator[bytes | msgspec.Raw]:
+    def _bodies(self) -> Iterator[bytes]:
         block = 0
         while prefix := self._read(_BLOCK_PREFIX_NBYTES):
             if len(prefix) < _BLOCK_PREFIX_NBYTES or not any(prefix):
@@ -205,22 +237,23 @@ class TraceReader:
             data = self._read(nbytes)
             if len(data) < nbytes:
                 self.torn = True
-                yield from _whole_records(_unpack(data, block))
+                yield from _records(list(_whole_values(_unpack(data, block))), block, torn=True)
                 return
             if zlib.crc32(data) != int.from_bytes(prefix[4:8], "little"):
                 raise UnreadableTrace(f"block {block} is damaged: its checksum", reason="corrupt")
             try:
-                yield from _block_decoder.decode(_unpack(data, block))
+                values = _block_decoder.decode(_unpack(data, block))
             except msgspec.MsgspecError as error:
                 raise UnreadableTrace(f"block {block} is damaged: {error}", reason="corrupt") from None
+            yield from _records(values, block, torn=False)
             block += 1
 
 
-def _decode(body: bytes | msgspec.Raw) -> Record:
-    match memoryview(body)[0]:
-        case 0x92:  # a msgpack array of two
+def _decode(body: bytes) -> Record:
+    match body[0] & ~_ARRAY:
+        case 2:
             return _limits_decoder.decode(body)
-        case 0x93:
+        case 3:
             return _state_decoder.decode(body)
         case _:
             return _step_decoder.decode(body)
@@ -234,14 +267,29 @@ def _unpack(data: bytes, block: int) -> bytes:
         raise UnreadableTrace(f"block {block} is damaged: {error}", reason="corrupt") from None
 
 
-def _whole_records(data: bytes) -> Iterator[bytes]:
-    """The records of a block that was cut, but for the one in which it ends."""
+def _records(values: Sequence[bytes | msgspec.Raw], block: int, *, torn: bool) -> Iterator[bytes]:
+    """Each record of a block as a msgpack array; of a torn one without the last, if that is not whole."""
+    if torn and not values:
+        return
+    many = _WIDTHS.get(bytes(values[0]), 0) if values else 0
+    rest = (len(values) - 1) % many if many else 0
+    if not many or (rest and not torn):
+        raise UnreadableTrace(f"block {block} is damaged: {len(values)} values", reason="corrupt")
+    head = bytes([_ARRAY | many])
+    for start in range(1, len(values) - rest, many):
+        yield head + b"".join(values[start : start + many])
+
+
+def _whole_values(data: bytes) -> Iterator[bytes]:
+    """The values of an array that was cut, but for the one in which it ends."""
     start = _ARRAY_HEADER_NBYTES.get(data[:1], 1)
     while start < len(data) and (end := _end_of_value(data, start)) is not None:
         yield data[start:end]
         start = end
 
 
+_ARRAY: Final = 0x90
+_WIDTHS: Final[dict[bytes, int]] = {bytes([width]): width for width in (LIMITS, STATE, STEP)}
 _ARRAY_HEADER_NBYTES: Final = {b"\xdc": 3, b"\xdd": 5}
 """By first byte of a msgpack array; of up to 15 values it is 1."""
 _FIXED_NBYTES: Final = dict(zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True))

@@ -49,6 +49,9 @@ class StepRecorder(Protocol):
     ) -> None: ...
 
 
+_Record = Callable[[str, Hashable, Event, float, tuple[Effect, ...]], None]
+
+
 class MachineFailed(EpdError):
     """A machine broke its contract (it raised, or its deadline does not move): our own bug.
 
@@ -98,6 +101,7 @@ class MachineTable:
         self._timers = timers
         self.observers: tuple[Observe, ...] = ()
         self._recorder: StepRecorder | None = None
+        self._record: _Record | None = None
         self.recorder = recorder
         self._perform = perform
         self._entries: dict[Hashable, _Entry] = {}
@@ -115,7 +119,9 @@ class MachineTable:
     @recorder.setter
     def recorder(self, recorder: StepRecorder | None) -> None:
         self._recorder = recorder
+        self._record = None
         if recorder is not None:
+            self._record = recorder.record
             recorder.declare(self.kind, self._limits)
 
     def live(self) -> Iterator[tuple[str, Hashable, State]]:
@@ -167,9 +173,11 @@ class MachineTable:
             state, effects = self._step(before, event, now_s, self._limits)
         except Exception as error:
             # Recorded without effects, so that a replay of the trace fails at the same step.
-            self._record(key, event, now_s, ())
+            if self._record is not None:
+                self._record(self.kind, key, event, now_s, ())
             raise self._failure(key, event, f"{type(error).__name__}: {error}") from error
-        self._record(key, event, now_s, effects)
+        if self._record is not None:
+            self._record(self.kind, key, event, now_s, effects)
         for observe in self.observers:
             observe(key, before, state, event, now_s, effects)
         if state.final or self._is_initial(state):
@@ -193,10 +201,6 @@ class MachineTable:
     def _is_initial(self, state: Any) -> bool:
         initial = self._initial
         return state is initial or (type(state) is type(initial) and bool(state == initial))
-
-    def _record(self, key: Hashable, event: Event, now_s: float, effects: tuple[Effect, ...]) -> None:
-        if self._recorder is not None:
-            self._recorder.record(self.kind, key, event, now_s, effects)
 
     def _drop(self, key: Hashable, entry: _Entry) -> None:
         del self._entries[key]

@@ -1,39 +1,30 @@
-"""The thread that writes a trace: encodes, compresses, writes, and begins a new file when one is full.
+"""The thread that writes a trace: compresses, writes, and begins a new file when one is full.
 
-None of it happens in the node's loop, which only hands over lists of records. The thread shares nothing
-with the loop but the queue and two flags.
+It shares nothing with the node's loop but a queue of encoded records and two flags, and needs the
+interpreter for next to nothing.
 """
 
 import os
 import queue
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
-import msgspec
 import structlog
 
-from epd.protocol.trace import TraceHeader, Written, encode_block, encode_header
+from epd.protocol.trace import TraceHeader, encode_header, pack_block
 
 MAX_BACKLOG: Final = 256
-"""Lists of records that may wait; a disk that falls further behind ends the trace, not the node."""
-RECORDS_PER_BLOCK: Final = 512
-
-_CANNOT_ENCODE: Final = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
+"""Blocks that may wait; a disk that falls further behind ends the trace, not the node."""
 
 _log = structlog.get_logger()
 
 
-class _NewFile:
-    """Begin a file with these records: the limits of all kinds, the states of all machines."""
-
-    def __init__(self, header: TraceHeader, first: Sequence[Written]) -> None:
-        self.header = header
-        self.first = first
+class _NewFile(NamedTuple):
+    header: TraceHeader
 
 
-_Work = Sequence[Written] | _NewFile | threading.Event | None
+_Work = bytes | _NewFile | threading.Event | None
 
 
 class TraceWriter:
@@ -50,7 +41,7 @@ class TraceWriter:
         self._path = path
         self._file_nbytes = file_nbytes
         self._files = files
-        self._records = 0
+        self._blocks = 0
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         # Unbuffered: what was written is the operating system's, whatever becomes of this process.
         self._file: BinaryIO = path.open("wb", buffering=0)
@@ -63,16 +54,21 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="epd-trace", daemon=True)
         self._thread.start()
 
-    def write(self, records: Sequence[Written]) -> None:
-        """Hand over; the list is the thread's from now on."""
+    def write(self, records: bytes) -> None:
+        """Hand over what a `RecordEncoder` made."""
         if self._work.qsize() > MAX_BACKLOG:
             self._fail("the disk takes less than is recorded")
         self._work.put(records)
 
-    def new_file(self, header: TraceHeader, first: Sequence[Written]) -> None:
-        """What is handed over from now on goes to a new file that begins with `first`."""
+    def new_file(self, header: TraceHeader) -> None:
+        """What is handed over from now on goes to a new file."""
         self.full = False
-        self._work.put(_NewFile(header, first))
+        self._work.put(_NewFile(header))
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed:
+            self.failed = True
+            _log.error("trace ended", path=os.fspath(self._path), blocks=self._blocks, reason=reason)
 
     def wait(self) -> None:
         """Until all that was handed over is the operating system's."""
@@ -102,24 +98,16 @@ class TraceWriter:
         except OSError as error:  # a late write error; the descriptor is closed all the same
             self._fail(str(error))
 
-    def _perform(self, work: Sequence[Written] | _NewFile) -> None:
+    def _perform(self, work: bytes | _NewFile) -> None:
         if isinstance(work, _NewFile):
             self._file.close()
             self._make_room()
             self._file = self._path.open("wb", buffering=0)
             self._file_size = 0
             self._put(encode_header(work.header))
-            for start in range(0, len(work.first), RECORDS_PER_BLOCK):
-                self._put(encode_block(work.first[start : start + RECORDS_PER_BLOCK]))
             return
-        try:
-            block = encode_block(work)
-        except _CANNOT_ENCODE as error:
-            self._put(encode_block(_encodable(work)))
-            self._fail(str(error))
-            return
-        self._put(block)
-        self._records += len(work)
+        self._put(pack_block(work))
+        self._blocks += 1
         if self._file_size >= self._file_nbytes:
             self.full = True
 
@@ -141,20 +129,3 @@ class TraceWriter:
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
-
-    def _fail(self, reason: str) -> None:
-        if not self.failed:
-            self.failed = True
-            _log.error("trace ended", path=os.fspath(self._path), records=self._records, reason=reason)
-
-
-def _encodable(records: Sequence[Written]) -> list[Written]:
-    """Those before the first that cannot be encoded."""
-    good: list[Written] = []
-    for record in records:
-        try:
-            encode_block([record])
-        except _CANNOT_ENCODE:
-            break
-        good.append(record)
-    return good

@@ -15,9 +15,10 @@ from epd.protocol.registry import MACHINES
 from epd.protocol.replay import replay
 from epd.protocol.trace import (
     LimitsRecord,
+    LimitsWritten,
     StepRecord,
+    StepWritten,
     TraceReader,
-    Written,
     encode_block,
     encode_header,
 )
@@ -103,14 +104,15 @@ def test_one_changed_event_diverges_at_its_own_step(
 
 def _change_one(path: Path, into: Path, kind: str, name: str) -> int:
     """Copy a trace with another attempt number in the third event `name`; the index of that step."""
-    changed: list[Written] = []
+    limits: list[LimitsWritten] = []
+    changed: list[StepWritten] = []
     found: int | None = None
     index = seen = 0
     with path.open("rb") as file:
         reader = TraceReader(file.read)
         for record in reader:
             if isinstance(record, LimitsRecord):
-                changed.append((record.kind, record.limits))
+                limits.append((record.kind, record.limits))
                 continue
             assert isinstance(record, StepRecord)
             event: Any = MACHINES[record.kind].decode_event(record.event)
@@ -122,7 +124,7 @@ def _change_one(path: Path, into: Path, kind: str, name: str) -> int:
             changed.append((record.kind, record.key, record.now_s, event, effects))
             index += 1
     assert found is not None
-    into.write_bytes(encode_header(reader.header) + encode_block(changed))
+    into.write_bytes(encode_header(reader.header) + encode_block(limits) + encode_block(changed))
     return found
 
 

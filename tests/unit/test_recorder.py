@@ -14,9 +14,8 @@ from epd.protocol.registry import MachineSpec
 from epd.protocol.replay import replay
 from epd.protocol.trace import StateRecord, StepRecord, TraceReader
 from epd.runtime.machines import MachineTable
-from epd.runtime.recorder import Recorder
+from epd.runtime.recorder import _BATCH_RECORDS, Recorder
 from epd.runtime.timers import Timers
-from epd.runtime.trace_writer import RECORDS_PER_BLOCK
 from epd.testing.virtual_clock import VirtualClock
 
 
@@ -62,12 +61,12 @@ def test_steps_reach_the_file_within_a_second_and_an_idle_recorder_has_no_timer(
 
 
 def test_steps_reach_the_file_when_there_is_a_block_of_them(recording: Recording) -> None:
-    for _ in range(RECORDS_PER_BLOCK + 10):
+    for _ in range(_BATCH_RECORDS + 10):
         recording.step()
     recording.recorder._writer.wait()
-    assert recording.steps_on_disk() == RECORDS_PER_BLOCK
+    assert recording.steps_on_disk() == _BATCH_RECORDS
     recording.recorder.close()
-    assert recording.steps_on_disk() == RECORDS_PER_BLOCK + 10
+    assert recording.steps_on_disk() == _BATCH_RECORDS + 10
 
 
 def test_close_flushes_and_is_idempotent_and_leaves_no_timer(recording: Recording) -> None:

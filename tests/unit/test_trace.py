@@ -61,8 +61,9 @@ def test_what_is_written_is_read(data: bytes, version: int) -> None:
 
 @pytest.mark.parametrize("key", [3, 2**64 - 1, "front", (1, "a", 2)])
 def test_keys_come_back_as_they_were(key: trace.Key) -> None:
-    block = encode_block([("door", key, 1.0, door.BrickedUp(), ()), ("door", key, door.Open(3.5, 2))])
-    [step, state] = TraceReader(BytesIO(encode_header(HEADER) + block).read)
+    step_block = encode_block([("door", key, 1.0, door.BrickedUp(), ())])
+    state_block = encode_block([("door", key, door.Open(3.5, 2))])
+    [step, state] = TraceReader(BytesIO(encode_header(HEADER) + step_block + state_block).read)
     assert isinstance(step, StepRecord)
     assert isinstance(state, StateRecord)
     assert step.key == state.key == key
