@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "keygen": ("epd.cli.keygen", "keygen_command"),
     "replay": ("epd.cli.replay", "replay_command"),
     "send": ("epd.cli.send", "send_command"),
+    "trace": ("epd.cli.trace", "trace_command"),
 }
 
 
