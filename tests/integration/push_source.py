@@ -19,6 +19,8 @@ from epd.testing.synthetic import PatternWorker, SyntheticEncoder
 
 
 class StubbornPlane(PushPlane):
+    pieces = 1  # the engine makes an encoder that was refused three times in a row wait for a second
+
     def abort(self, session: SessionId) -> None:
         """Goes on writing."""
 
@@ -30,6 +32,7 @@ async def serve(regions: int, region_nbytes: int) -> None:
         "direction": "push",
         "staging.regions": regions,
         "staging.region_nbytes": region_nbytes,
+        "timeouts.dedup_retention_s": 0.05,
     }
     node = EncoderNode(
         load_config(None, overrides),
