@@ -21,7 +21,8 @@ class ForwardItem(NamedTuple):
 class ItemResult(NamedTuple):
     """What became of one item: an error, or its rows are in the region.
 
-    `digest` is xxh3-128 of the payload as the forward made it, if it was asked for.
+    `digest` is of the payload as the forward made it, if it was asked for: xxh3-128 of host memory,
+    `epd.memory.tensors` of a GPU's.
     """
 
     error: ErrorValue | None

@@ -97,7 +97,7 @@ class Source(Struct):
 
 
 class ReadyItem(Struct):
-    """One item of a `ForwardDone`. `digest` is xxh3-128 of the payload if `verify = checksum`."""
+    """One item of a `ForwardDone`. `digest` is of the payload, if `verify = checksum`."""
 
     source: Source
     spec: EmbeddingSpec
