@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from epd.check.mutations import MUTATIONS
+from epd.check.mutations import MUTATIONS, on
 from epd.check.script import ScriptError, run
+from epd.protocol import slots
+from epd.protocol.machine import Step
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "tests" / "scripts").glob("*.txt"))
@@ -79,6 +81,26 @@ def test_a_rule_that_is_broken_shows_in_its_script(rule: str, name: str) -> None
     except ScriptError:  # a command that cannot happen any more
         return
     assert happened != written
+
+
+@pytest.mark.parametrize("command", ["settle", "until read 132", "end"])
+def test_a_violated_invariant_is_shown_also_where_moves_are_not(command: str) -> None:
+    broken = next(mutation for mutation in MUTATIONS if mutation.name == "unpin at ForwardDone")
+    happened = list(run(["world requests=0", "submit r0", command], broken.patches))
+    assert "> ! I2: the source of item 0 of part (4, 0, 0) is not pinned" in happened
+
+
+def test_the_end_shows_what_is_left() -> None:
+    keeps = on(slots.Leased, slots.LeaseReturned, lambda state, event, step: Step(state, ()))
+    happened = list(run(["world requests=0", "submit r0", "end"], {"slot": keeps}))
+    assert happened[-4:-2] == ["> r0: delivered", "> ! I4: prefill still holds lease 1, slot machine 1"]
+    assert happened[-2:] == ["> lease 1", "> slot machine 1"]
+
+
+def test_until_what_does_not_happen_is_an_error_of_the_script() -> None:
+    with pytest.raises(ScriptError) as caught:
+        list(run(["world requests=0", "submit r0", "until request 1"]))
+    assert caught.value.message == "line 3: it came to rest without 'request 1'"
 
 
 def rows() -> list[tuple[str, str]]:
