@@ -92,7 +92,8 @@ def _print_logs(logs: IO[bytes]) -> None:
 
 
 async def _run(items: Sequence[ImageItem], encoders: int, data_plane: str, log_fd: int) -> Run:
-    common = {"data_plane": data_plane, "log_format": "json"}
+    # The local encode that it is compared with runs on the CPU, and rows of a GPU differ bitwise.
+    common = {"data_plane": data_plane, "log_format": "json", "device": "cpu"}
     encoder = common | {"role": "encoder", "verify": "checksum"}
     with contextlib.ExitStack() as stack:
         encoding = [stack.enter_context(node_process(encoder, log_fd)) for _ in range(encoders)]
