@@ -83,7 +83,7 @@ class FaultyPlane:
         self._survives_abort: set[HoldPoint] = set()
         self._pending: dict[int, _Pending] = {}
         self._next_ticket = 1
-        self._payloads: OrderedDict[tuple[SessionId, int, int], Piece] = OrderedDict()
+        self._payloads: OrderedDict[tuple[SessionId, int, int], list[Piece | None]] = OrderedDict()
 
     # -- hold points -------------------------------------------------------------------------
 
@@ -191,11 +191,17 @@ class FaultyPlane:
         session, piece, _, *_ = pending
         if piece.nbytes != SEAL_WORD.size:
             after = seal_offset(piece.offset + piece.nbytes)
-            self._payloads[(session, piece.region, after)] = piece
+            self._payloads.setdefault((session, piece.region, after), []).append(piece)
             if len(self._payloads) > _REMEMBERED_PAYLOADS:
                 self._payloads.popitem(last=False)
             return
-        payload = self._payloads.pop((session, piece.region, piece.offset), None)
+        key = (session, piece.region, piece.offset)
+        payloads = self._payloads.pop(key, [])
+        if len(payloads) > 1:
+            # Several reads of one source: nobody knows whose seal this was and whose slot is still its own.
+            self._payloads[key] = [None] * (len(payloads) - 1)
+            return
+        payload = payloads[0] if payloads else None
         if payload is not None and self._draw("stale"):
             ctypes.memset(payload.local_address, 0xA5, payload.nbytes)
             seal = ctypes.c_uint64.from_address(piece.local_address)

@@ -216,6 +216,7 @@ class PeerMemory:
 
     def __init__(self, regions: Sequence[tuple[int, int, int]]) -> None:
         self._regions = {region: (address, nbytes) for region, address, nbytes in regions}
+        self.first_address = regions[0][1] if regions else 0
 
     def address_of(self, piece: Piece) -> int | None:
         """Where the piece lies, None if not wholly inside the region it names."""

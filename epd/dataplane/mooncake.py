@@ -33,7 +33,7 @@ from epd.dataplane.mappings import (
     allocate_shared,
     host_digest,
 )
-from epd.dataplane.mooncake_wire import Descriptor, ask_descriptor, shut_connections
+from epd.dataplane.mooncake_wire import Descriptor, ask_descriptor, shut_connections, still_open
 from epd.memory.region import HOST, Region
 from epd.observe.log import log_info
 from epd.protocol.errors import DataPlaneError
@@ -48,6 +48,8 @@ _CLOSE_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 50e-6
 _SCRATCH_NBYTES: Final = 4096
 _PROBE_NBYTES: Final = 8
+_FLUSHES: Final = 16
+_FLUSH_S: Final = 0.5
 _PROTOCOL: Final = "tcp"  # the engine ignores it and chooses for itself
 _READ_INTO_ANY_MEMORY: Final = ("tcp", "nvlink_intra")
 """Transports that read into local memory that is not registered."""
@@ -97,6 +99,9 @@ class MooncakePlane:
         self._batches: dict[int, _Batch] = {}
         self._next_ticket = 1
         self._closed = False
+        self._opening = threading.Lock()
+        """One at a time opens a peer or closes connections: they may be to the same engine."""
+        self._flushers: list[threading.Thread] = []
         # Where the probe of a newly opened peer lands; nobody looks at it.
         self._scratch = self._receive_regions(1, _SCRATCH_NBYTES)[0]
 
@@ -182,10 +187,11 @@ class MooncakePlane:
         data = (descriptor.tcp_data_host or segment.rpartition(":")[0], descriptor.tcp_data_port)
         memory = PeerMemory([(r.region, r.base, r.nbytes) for r in regions])
         peer = Peer(self._engine_name(segment, (*data, owner)), memory, data)
-        if not self._probe(session, peer, regions):
-            _log.warning("mooncake: peer not readable", segment=segment)
-            return ReadState.FAILED
-        self._peers[session] = peer
+        with self._opening:
+            if not self._probe(session, peer, regions):
+                _log.warning("mooncake: peer not readable", segment=segment)
+                return ReadState.FAILED
+            self._peers[session] = peer
         return ReadState.DONE
 
     def _engine_name(self, segment: str, owner: tuple[str, int, str]) -> str:
@@ -203,21 +209,22 @@ class MooncakePlane:
         if not regions:
             return True
         nbytes = min(_PROBE_NBYTES, regions[0].nbytes)
-        return self._read_within_limit(peer, self._scratch.address, regions[0].base, nbytes)
+        local = self._scratch.address
+        return self._read_within(OPEN_TIMEOUT_S, peer, local, regions[0].base, nbytes) is ReadState.DONE
 
-    def _read_within_limit(self, peer: Peer, local: int, source: int, nbytes: int) -> bool:
+    def _read_within(self, limit_s: float, peer: Peer, local: int, source: int, nbytes: int) -> ReadState:
+        """UNKNOWN: given up; its batch is never asked about again and those bytes belong to nobody."""
         batch = self._submit_read(peer.name, local, source, nbytes)
-        give_up_s = time.monotonic() + OPEN_TIMEOUT_S
+        give_up_s = time.monotonic() + limit_s
         while batch:
             status = self._engine.transfer_check_status(batch)
             if status in (1, -1):
-                return bool(status == 1)
+                return ReadState.DONE if status == 1 else ReadState.FAILED
             if time.monotonic() > give_up_s:
-                # Its batch is never asked about again and its eight bytes belong to nobody.
                 shut_connections(*peer.data)
-                return False
+                return ReadState.UNKNOWN
             time.sleep(_POLL_S)
-        return False
+        return ReadState.FAILED
 
     def close_peer(self, session: SessionId) -> None:
         peer = self._peers.get(session)
@@ -226,8 +233,35 @@ class MooncakePlane:
             self._forget_if_over(session, peer)
 
     def _forget_if_over(self, session: SessionId, peer: Peer) -> None:
-        if not peer.is_open and not peer.running:
-            del self._peers[session]
+        if peer.is_open or peer.running:
+            return
+        del self._peers[session]
+        if self._protocol == "tcp" and not self._closed:
+            flusher = threading.Thread(
+                target=self._flush, args=(peer,), name="epd-mooncake-flush", daemon=True
+            )
+            self._flushers = [one for one in self._flushers if one.is_alive()] + [flusher]
+            flusher.start()
+
+    def _flush(self, peer: Peer) -> None:
+        """Close the connections to a peer that nobody reads from any more.
+
+        The engine keeps them for its next read, also when their other end is gone: four descriptors for
+        each incarnation that ever was. A read on one that was shut down fails, and then it is closed.
+        """
+        with self._opening:
+            if any(other.data == peer.data for other in self._peers.values()):
+                return
+            dead: set[str] = set()
+            for _ in range(_FLUSHES):
+                dead = still_open(dead | shut_connections(*peer.data))
+                if not dead:
+                    return
+                local, source = self._scratch.address, peer.memory.first_address
+                read = self._read_within(_FLUSH_S, peer, local, source, _PROBE_NBYTES)
+                if read is ReadState.UNKNOWN:
+                    break
+        _log.warning("mooncake: connections stay open", peer=peer.name, connections=len(dead))
 
     # -- reads -------------------------------------------------------------------------------
 
@@ -285,8 +319,8 @@ class MooncakePlane:
         peer = self._peers.get(session)
         if peer is None or self._protocol != "tcp":
             return
-        count = shut_connections(*peer.data)
-        log_info("mooncake: reads aborted", peer=peer.name, connections=count)
+        shut = shut_connections(*peer.data)
+        log_info("mooncake: reads aborted", peer=peer.name, connections=len(shut))
 
     def registrations(self) -> int:
         return self._registrations
@@ -296,6 +330,8 @@ class MooncakePlane:
         if self._closed:
             return
         self._closed = True
+        for flusher in self._flushers:
+            flusher.join(_CLOSE_TIMEOUT_S)
         for address in self._registered:
             code = self._engine.unregister_memory(address)
             if code != 0:

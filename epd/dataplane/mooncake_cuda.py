@@ -34,7 +34,7 @@ from epd.dataplane.base import Piece, Posted, ReadState
 from epd.dataplane.cuda import CudaBlock, CudaDevice, CudaRegion, seal_place, seal_table_nbytes
 from epd.dataplane.handover import Handover, map_handed_over
 from epd.dataplane.mappings import LocalMemory, OwnRegion, PeerMemory, allocate_shared
-from epd.dataplane.mooncake import MooncakePlane, Peer
+from epd.dataplane.mooncake import OPEN_TIMEOUT_S, MooncakePlane, Peer
 from epd.memory.region import HOST, DeviceView, Region
 from epd.memory.tensors import as_tensor, device_digest
 from epd.protocol.errors import DataPlaneError
@@ -181,7 +181,9 @@ class MooncakeCudaPlane(MooncakePlane):
         for region in regions:
             source = region.base + region.nbytes
             with self._probing:
-                if not self._read_within_limit(peer, self._probe_block.address, source, SEAL_WORD.size):
+                local = self._probe_block.address
+                read = self._read_within(OPEN_TIMEOUT_S, peer, local, source, SEAL_WORD.size)
+                if read is not ReadState.DONE:
                     return False
                 word = self._cuda.read_word(self._probe_block.address)
             if word != seals.load(region.region, region.nbytes):

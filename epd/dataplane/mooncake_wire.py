@@ -68,8 +68,8 @@ def _receive_exactly(peer: socket.socket, nbytes: int) -> bytes:
     return bytes(received)
 
 
-def shut_connections(host: str, port: int) -> int:
-    """Shut down this process's TCP connections to `host:port`; returns how many were found.
+def shut_connections(host: str, port: int) -> set[str]:
+    """Shut down this process's TCP connections to `host:port`; their inodes.
 
     They are looked up by inode now, not remembered: descriptor numbers are reused. `host` is an
     address or a name.
@@ -77,17 +77,22 @@ def shut_connections(host: str, port: int) -> int:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        return 0
+        return set()
     wanted = {(_plain(str(address[0])), port) for *_, address in found}
     inodes = {inode for inode, remote in _connections() if remote in wanted}
-    count = 0
+    shut = set()
     for fd, inode in _own_sockets():
         if inode in inodes:
             # A copy of the descriptor: the engine keeps its own and sees the end on it.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
+                shut.add(inode)
+                connection.shutdown(socket.SHUT_RDWR)  # raises if the peer has gone before us
+    return shut
+
+
+def still_open(inodes: set[str]) -> set[str]:
+    """Those of these sockets that this process still has, in whatever state."""
+    return inodes & {inode for _, inode in _own_sockets()}
 
 
 def _own_sockets() -> list[tuple[int, str]]:

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from plane_source import pattern
@@ -19,6 +20,7 @@ from planes import SESSION, Reader, SourceProcess, end_of, held, piece, seal_off
 from epd.dataplane import handover, shm
 from epd.dataplane.base import DataPlane, Piece, Posted, ReadState
 from epd.dataplane.faulty import FaultyPlane
+from epd.dataplane.mooncake import MooncakePlane
 from epd.dataplane.mooncake_wire import shut_connections
 from epd.dataplane.poller import PeerOpened, ReadPosted
 from epd.dataplane.select import Choice, open_plane
@@ -298,6 +300,36 @@ def test_shm_descriptors_are_not_given_to_another_user(monkeypatch: pytest.Monke
     peer.close()
 
 
+def own_sockets() -> set[str]:
+    """Of this process, in whatever state: one that was shut down is still a descriptor."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(entry))
+    return {link for link in found if link.startswith("socket:")}
+
+
+@pytest.mark.slow
+async def test_nothing_is_left_of_the_connections_to_peers_that_have_gone(mooncake: DataPlane) -> None:
+    """The engine keeps them, four to each incarnation that ever was."""
+    before = own_sockets()
+    reader = Reader(mooncake)
+    to = receive(mooncake, 4 * MIB)
+    for session in range(1, 4):
+        with SourceProcess("mooncake", 1, 4 * MIB + 4096) as source:
+            assert (await reader.open(source, SessionId(session))).ok
+            source.write(0, 4 * MIB, SEAL.to_bytes(8, "little"))
+            assert await reader.read(to, 0, source_of(0, 0, 4 * MIB, SEAL), SessionId(session)) == "ok"
+            assert len(own_sockets() - before) > 0
+            source.kill()
+        reader.poller.close_peer(SessionId(session))
+    assert await asyncio.to_thread(reader.poller.stop)
+    assert isinstance(mooncake, MooncakePlane)
+    for flusher in list(mooncake._flushers):
+        flusher.join(10)
+    assert own_sockets() - before == set()
+
+
 # -- stopped and killed sources --------------------------------------------------------------
 
 
@@ -307,9 +339,10 @@ def shut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     after a minute, by the engine's own limit."""
     counts: list[int] = []
 
-    def counted(host: str, port: int) -> int:
-        counts.append(shut_connections(host, port))
-        return counts[-1]
+    def counted(host: str, port: int) -> set[str]:
+        shut = shut_connections(host, port)
+        counts.append(len(shut))
+        return shut
 
     monkeypatch.setattr("epd.dataplane.mooncake.shut_connections", counted)
     return counts

@@ -336,6 +336,24 @@ async def test_whatever_the_plane_does_a_read_that_is_ok_is_whole(bench: Bench, 
     assert plane.faults["stale"] == stale
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_readers_of_one_source_are_torn_only_if_their_own_seal_tells(bench: Bench, seed: int) -> None:
+    """A shared job has several: what the faulty plane spoils must never be a slot whose seal it left good."""
+    plane = bench.plane
+    plane._random.seed(seed)
+    plane.rates = Rates(delay=0.5, max_delay_polls=20, fail=0.1, stale=0.5)
+    sources = [bench.put(number * 4096, bytes([number + 1]) * 4000) for number in range(4)]
+    wrong = 0
+    for turn in range(30):
+        for reader in range(8):
+            bench.start(turn * 8 + reader, sources[(turn + reader) % 4], at=reader * 4096)
+        for reader in range(8):
+            if await bench.end(turn * 8 + reader) == "ok":
+                found = bytes(bench.pool.view[reader * 4096 : reader * 4096 + 4000])
+                wrong += found != bytes([(turn + reader) % 4 + 1]) * 4000
+    assert wrong == 0
+
+
 async def test_a_peer_closed_while_it_is_opened_is_closed_and_not_told(bench: Bench) -> None:
     held = bench.plane.hold("open")
     bench.poller.open_peer(OTHER, bench.owner.segment, bench.owner.export())
