@@ -72,9 +72,8 @@ def load_encoder(spec: str) -> Encoder:
     if spec in BUILTIN:
         chosen = BUILTIN[spec]
         return TowerEncoder(spec, chosen.family(chosen.vision, chosen.processor))
-    path = Path(spec)
-    if not spec.startswith("builtin:") and (path.exists() or "/" in spec):
-        return _from_checkpoint(spec, Checkpoint(path))
+    if spec and not spec.startswith("builtin:") and ("/" in spec or Path(spec).exists()):
+        return _from_checkpoint(spec, Checkpoint(Path(spec)))
     allowed = ", ".join((*BUILTIN, f"{callables.PREFIX}package.module:attribute", "a checkpoint directory"))
     raise ConfigError(f"model: unknown encoder {spec!r}, allowed: {allowed}", key="model", given=spec)
 
