@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from epd.config import load_config
 from epd.dataplane.base import DataPlane, ReadState
+from epd.dataplane.push import PushPlane
 from epd.dataplane.select import Choice, open_plane
 from epd.node import PrefillNode
 from epd.protocol.ids import SessionId
@@ -112,10 +113,13 @@ async def pair(
     *,
     metrics: bool = False,
     curve: bool = False,
+    push: bool = False,
     trace_folder: str | None = None,
 ) -> AsyncIterator[Pair]:
     """A warm, connected pair on `mooncake` or `shm`; both record into `trace_folder`, if there is one."""
     settings: dict[str, Any] = {"metrics_port": 0} if metrics else {}
+    if push:
+        settings["direction"] = "push"
     with (
         tempfile.TemporaryDirectory() as folder,
         encoder_process(
@@ -135,7 +139,7 @@ async def pair(
             **(_prefill_keys(folder, encoder.address) if curve else {}),
             **_trace(trace_folder, "prefill"),
         }
-        plane = open_plane(data_plane, "127.0.0.1")
+        plane = PushPlane("127.0.0.1") if push else open_plane(data_plane, "127.0.0.1")
         watched = _Watched(plane)
         node = PrefillNode(load_config(None, overrides), open_plane_with=lambda: plane)
         async with node:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import uvloop
 
-from epd.bench import curve, metrics, recording, throughput, transfer
+from epd.bench import curve, metrics, push, recording, throughput, transfer
 from epd.bench.report import Row, machine
 from epd.dataplane.select import Choice, open_plane
 from epd.protocol.errors import DataPlaneError
@@ -20,6 +20,7 @@ SCENARIOS: dict[str, Scenario] = {
     "curve": curve.run,
     "metrics": metrics.run,
     "recording": recording.run,
+    "push": push.run,
 }
 
 

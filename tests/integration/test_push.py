@@ -19,13 +19,16 @@ from epd.config import load_config
 from epd.dataplane.mappings import Window
 from epd.dataplane.push import PushPlane
 from epd.memory.pool import Extent
-from epd.node import PrefillNode
+from epd.node import EncoderNode, PrefillNode
+from epd.protocol.errors import NoEncoder
 from epd.protocol.ids import RegionId, SessionId
+from epd.protocol.sources import SEAL_WORD
 from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.runtime import links
 from epd.testing.processes import NodeProcess
-from epd.testing.synthetic import pattern, synthetic_item
+from epd.testing.synthetic import PatternWorker, SyntheticEncoder, pattern, synthetic_item
 
+HOST = "127.0.0.1"
 MIB = 1024 * 1024
 REGION_NBYTES = 32 * MIB
 PREFILL = {"role": "prefill", "data_plane": "mooncake", "direction": "push", "pool.regions": 1}
@@ -88,6 +91,52 @@ async def test_what_an_encoder_writes_arrives_whole_and_leaves_nothing() -> None
             await empty(source.listen)
 
 
+@pytest.mark.slow
+async def test_a_pair_of_which_one_side_pushes_is_refused_and_both_are_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    encoder = EncoderNode(
+        load_config(None, {"role": "encoder", "data_plane": "mooncake"}),
+        encoder=SyntheticEncoder(),
+        worker=PatternWorker(),
+    )
+    async with encoder, prefill(encoder.listen) as node:
+        with pytest.raises(NoEncoder):
+            await node.encode(EmbeddingRequest("mixed", [synthetic_item(4)], 0.5))
+    out, err = capfd.readouterr()
+    assert "data planes differ" in out + err
+    assert "'push:mooncake/tcp'" in out + err
+    assert "'mooncake/tcp'" in out + err
+
+
+class LosesASeal(PushPlane):
+    """Says once that a seal was written, and writes something else."""
+
+    lost = False
+
+    def _submit(self, name: str, local: int, source: int, nbytes: int) -> int:
+        if nbytes == SEAL_WORD.size and not self.lost:
+            self.lost = True
+            local = self._scratch.address
+        return super()._submit(name, local, source, nbytes)
+
+
+@pytest.mark.slow
+async def test_a_write_that_did_not_bring_the_seal_is_not_delivered_but_done_again() -> None:
+    encoder = EncoderNode(
+        load_config(None, {"role": "encoder", "data_plane": "mooncake", "direction": "push"}),
+        encoder=SyntheticEncoder(),
+        worker=PatternWorker(),
+        open_plane_with=lambda: LosesASeal(HOST),
+    )
+    async with encoder, prefill(encoder.listen) as node:
+        item = synthetic_item(MIB)
+        delivery = await node.encode(EmbeddingRequest("again", [item], 20.0))
+        assert wrong_bytes(delivery, [item]) == 0
+        assert node.transfer.outcomes == {"seal_mismatch": 1, "ok": 1}
+        delivery.release()
+
+
 # -- late writers --------------------------------------------------------------------------------
 
 ITEM_NBYTES = 16 * MIB
@@ -117,35 +166,48 @@ class LateWriters:
         self.wrong_nbytes = 0
 
     async def play(self) -> None:
-        """One round; it does not count if the write had ended before its writer stood still."""
-        while (await self._client.inventory()).counts["encoders"] < len(self._sources):
-            pass
-        self._memory[WATCHED : WATCHED + len(POISON)] = POISON
-        first, ended = self._submit()
-        stopped = await asyncio.to_thread(self._stop_writer)
-        if stopped is None:  # it was delivered before anybody looked
-            (await ended).release()
-            return
-        session, source = stopped
-        nbytes = ITEM_NBYTES - 4 * self._requests
-        whole = bytes(self._memory[:nbytes]) == pattern(first.media, nbytes)
-        self._node.cancel(f"late-{self._requests}")
+        """One round."""
+        _, ended, session, source = await self.stop_one()
+        self.cancel()
         (await ended).release()
         self._node.endpoint.close(session, "dead", "what the node does after dead_after_s")
-        second, ended = self._submit()
+        item, ended = self.submit()
         delivery = await ended
         assert delivery.error is None
-        assert wrong_bytes(delivery, [second]) == 0
+        assert wrong_bytes(delivery, [item]) == 0
         source.go_on()
+        await self.settled(source)
+        self.rounds += 1
+        self.wrong_nbytes += wrong_bytes(delivery, [item])
+        delivery.release()
+
+    async def stop_one(self) -> tuple[ImageItem, "asyncio.Future[Delivery]", SessionId, NodeProcess]:
+        """A request whose writer stands still in that session, some of its bytes written and some not."""
+        while True:
+            while (await self._client.inventory()).counts["encoders"] < len(self._sources):
+                pass
+            self._memory[WATCHED : WATCHED + len(POISON)] = POISON
+            item, ended = self.submit()
+            stopped = await asyncio.to_thread(self._stop_writer)
+            if stopped is not None:
+                session, source = stopped
+                nbytes = ITEM_NBYTES - 4 * self._requests
+                if bytes(self._memory[:nbytes]) != pattern(item.media, nbytes):
+                    return item, ended, session, source
+                source.go_on()
+            (await ended).release()
+
+    async def settled(self, source: NodeProcess) -> None:
+        """Until nothing that it had begun to write is under way."""
         async with NodeClient(source.listen) as client:
             while (await client.inventory()).counts["writes"]:
                 pass
-        if not whole:
-            self.rounds += 1
-            self.wrong_nbytes += wrong_bytes(delivery, [second])
-        delivery.release()
 
-    def _submit(self) -> tuple[ImageItem, "asyncio.Future[Delivery]"]:
+    def cancel(self) -> None:
+        """The newest request."""
+        self._node.cancel(f"late-{self._requests}")
+
+    def submit(self) -> tuple[ImageItem, "asyncio.Future[Delivery]"]:
         self._requests += 1
         item = synthetic_item(ITEM_NBYTES - 4 * self._requests)  # other media, so another pattern
         ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
@@ -170,13 +232,69 @@ class LateWriters:
 async def late_writers(rounds: int, plane: type[PushPlane]) -> LateWriters:
     with push_source() as one, push_source() as other:
         async with (
-            prefill(one.listen, other.listen, plane=lambda: plane("127.0.0.1")) as node,
+            prefill(one.listen, other.listen, plane=lambda: plane(HOST)) as node,
             NodeClient(node.listen) as client,
         ):
             late = LateWriters(node, [one, other], client)
             while late.rounds < rounds:
                 await late.play()
             return late
+
+
+@pytest.mark.slow
+async def test_a_writer_that_says_nothing_is_asked_and_then_shut_out() -> None:
+    """Without anybody's help: the read's deadline, the question, the fence, the other encoder."""
+    impatient = {
+        "timeouts.read_base_s": 0.05,
+        "timeouts.read_min_bandwidth_bytes_per_s": 1e9,
+        "timeouts.heartbeat_s": 0.1,
+        "timeouts.suspect_after_s": 0.3,
+    }
+    with push_source() as one, push_source() as other:
+        async with (
+            prefill(one.listen, other.listen, settings=impatient) as node,
+            NodeClient(node.listen) as client,
+        ):
+            late = LateWriters(node, [one, other], client)
+            item, ended, _, source = await late.stop_one()
+            delivery = await ended
+            assert node.pushed is not None
+            assert node.pushed.fenced == 1
+            source.go_on()
+            await late.settled(source)
+            assert wrong_bytes(delivery, [item]) == 0
+            delivery.release()
+            await empty(node.listen)
+
+
+class Irrevocable(PushPlane):
+    def revoke_window(self, session: SessionId) -> bool:
+        return False
+
+
+@pytest.mark.slow
+async def test_what_was_being_written_through_a_window_that_cannot_be_revoked_stays_out_of_use() -> None:
+    with push_source() as one, push_source() as other:
+        settings = {"pool.regions": 2, "metrics_port": 0}
+        async with (
+            prefill(one.listen, other.listen, settings=settings, plane=lambda: Irrevocable(HOST)) as node,
+            NodeClient(node.listen) as client,
+        ):
+            late = LateWriters(node, [one, other], client)
+            _, ended, session, _ = await late.stop_one()
+            late.cancel()
+            (await ended).release()
+            node.endpoint.close(session, "dead", "what the node does after dead_after_s")
+            for _ in range(3):  # there is room for them, elsewhere
+                item, ended = late.submit()
+                delivery = await ended
+                assert wrong_bytes(delivery, [item]) == 0
+                delivery.release()
+            counts = (await client.inventory()).counts
+            assert (counts["windows_held"], counts["quarantined"], counts["writes"]) == (1, 1, 1)
+            shown = {(s.family, s.labels): s.value for s in node._samples()}
+            assert shown["epd_push_windows", ("held",)] == 1
+            assert shown["epd_push_quarantined_bytes", ()] == ITEM_NBYTES - 4
 
 
 @pytest.fixture

@@ -128,6 +128,16 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
             ENCODER | {"device": "cuda:0", "data_plane": "shm"},
             "device: 'cuda:0' given, allowed is 'auto' or 'cpu' with data_plane 'shm': it is host memory",
         ),
+        (
+            ENCODER | {"direction": "push", "data_plane": "shm"},
+            "direction: 'push' given, allowed is 'pull' with data_plane 'shm': a mapping in another process "
+            "cannot be revoked",
+        ),
+        (
+            ENCODER | {"direction": "push", "device": "cuda:0"},
+            "direction: 'push' given, allowed is 'pull' with device 'cuda:0': a handle that a peer has "
+            "opened cannot be revoked",
+        ),
         (ENCODER | {"device": "gpu"}, "device: 'gpu' given, allowed is 'auto', 'cpu' or 'cuda:N'"),
         (
             ENCODER | {"timeouts.suspect_after_s": 1},
