@@ -1,50 +1,59 @@
 """`epd replay`: do today's machines make of a recorded trace what was made of it then?"""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from epd.protocol.registry import machines_of
-from epd.protocol.replay import Divergence, replay
-from epd.protocol.trace import Record, StepRecord, TraceReader, UnreadableTrace
+from epd.check.traces.check import Checked, Replayed, check_traces
+from epd.protocol.replay import Divergence
 
 
-def run(path: str, as_json: bool) -> int:
-    """Replay the trace at `path` and say on stdout how it went.
+def run(paths: Sequence[str | Path], as_json: bool) -> int:
+    """Replay these traces, check them, and say on stdout how it went.
 
-    Returns 0 if every step came out as recorded, 1 if one did not (the first is shown), 2 if the
-    trace cannot be read (one line on stderr says why).
+    Returns 0 if every step came out as recorded and no rule was broken, 1 if not (the first difference
+    of a trace, and what broke a rule, are shown), 2 if a trace cannot be read, or not to its end (one
+    line on stderr says why; what could be read was replayed and checked).
     """
-    steps = 0
-
-    def counted(records: Iterator[Record]) -> Iterator[Record]:
-        nonlocal steps
-        for record in records:
-            steps += isinstance(record, StepRecord)
-            yield record
-
-    try:
-        with open(path, "rb") as file:
-            reader = TraceReader(file.read)
-            machines = machines_of(reader.header.logic_version)
-            divergence = replay(counted(iter(reader)), machines)
-    except OSError as error:
-        click.echo(f"{path}: {error.strerror}", err=True)
+    checked = check_traces([Path(path) for path in paths])
+    damages = [one.damage for one in checked.replayed if one.damage is not None]
+    for damage in damages:
+        click.echo(str(damage), err=True)
+    if any(one.node for one in checked.replayed):
+        click.echo(msgspec.json.encode(_report(checked)).decode() if as_json else _text(checked))
+    if damages:
         return 2
-    except UnreadableTrace as error:
-        click.echo(f"{path}: {error.message}", err=True)
-        return 2
-    if as_json:
-        shown = None if divergence is None else _as_builtins(divergence)
-        result = {"ok": divergence is None, "records": steps, "divergence": shown}
-        click.echo(msgspec.json.encode(result).decode())
-    elif divergence is None:
-        torn = ", the last one was torn" if reader.torn else ""
-        click.echo(f"identical: {steps} steps of {reader.header.node}{torn}")
-    else:
-        click.echo(_as_text(divergence))
-    return 0 if divergence is None else 1
+    return 0 if checked.ok else 1
+
+
+def _report(checked: Checked) -> dict[str, Any]:
+    diverged = next((one for one in checked.replayed if one.divergence is not None), None)
+    divergence = None
+    if diverged is not None and diverged.divergence is not None:
+        divergence = {"trace": str(diverged.path)} | _as_builtins(diverged.divergence)
+    return {
+        "ok": checked.ok,
+        "records": sum(one.steps + (one.divergence is not None) for one in checked.replayed),
+        "divergence": divergence,
+        "violations": [finding._asdict() for finding in checked.findings],
+    }
+
+
+def _text(checked: Checked) -> str:
+    lines = [_line(one) for one in checked.replayed if one.node]
+    lines += [f"violated {finding}" for finding in checked.findings]
+    return "\n".join(lines)
+
+
+def _line(one: Replayed) -> str:
+    if one.divergence is not None:
+        return _as_text(one.divergence)
+    torn = ", the last one was torn" if one.torn else ""
+    damaged = " before the damage" if one.damage is not None else ""
+    return f"identical: {one.steps} steps of {one.node}{damaged}{torn}"
 
 
 def _as_builtins(divergence: Divergence) -> dict[str, object]:
@@ -77,12 +86,14 @@ def _got(divergence: Divergence) -> list[str]:
 
 
 @click.command("replay")
-@click.argument("trace", type=click.Path())
+@click.argument("traces", nargs=-1, required=True, type=click.Path(), metavar="TRACE...")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.pass_context
-def replay_command(context: click.Context, trace: str, as_json: bool) -> None:
-    """Feed the events of TRACE to the machines again and compare their effects.
+def replay_command(context: click.Context, traces: tuple[str, ...], as_json: bool) -> None:
+    """Feed the events of each TRACE to the machines again and compare their effects.
 
-    Exit status: 0 identical, 1 diverged (the first difference is shown), 2 unreadable.
+    The machines are those of the trace's logic version. The invariants are checked too, and with the
+    traces of several nodes what one says the other sent. Exit status: 0 identical and no violation;
+    1 diverged (the first difference is shown) or violated (which rule, and where); 2 unreadable.
     """
-    context.exit(run(trace, as_json))
+    context.exit(run(traces, as_json))

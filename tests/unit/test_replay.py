@@ -219,21 +219,26 @@ def add_a_wrong_step(path: Path) -> None:
 
 
 def test_the_command_exits_0_when_identical(slot_trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(str(slot_trace), as_json=False) == 0
+    assert run([slot_trace], as_json=False) == 0
     assert capsys.readouterr() == ("identical: 2 steps of node\n", "")
-    assert run(str(slot_trace), as_json=True) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "records": 2, "divergence": None}
+    assert run([slot_trace], as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True,
+        "records": 2,
+        "divergence": None,
+        "violations": [],
+    }
 
 
 def test_the_command_exits_1_and_shows_the_first_difference(
     slot_trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_a_wrong_step(slot_trace)
-    assert run(str(slot_trace), as_json=False) == 1
+    assert run([slot_trace], as_json=False) == 1
     out = capsys.readouterr().out
     assert out.startswith("diverged at step 2: slots 5\n")
     assert "expected  FreeExtents(lease=5)\ngot       nothing" in out
-    assert run(str(slot_trace), as_json=True) == 1
+    assert run([slot_trace], as_json=True) == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["ok"], result["records"]) == (False, 3)
     assert result["divergence"]["index"] == 2
@@ -251,7 +256,7 @@ def test_the_command_exits_2_with_one_line_on_stderr(
     path = tmp_path / "picture.jpg"
     if data is not None:
         path.write_bytes(data)
-    assert run(str(path), as_json=True) == 2
+    assert run([path], as_json=True) == 2
     assert capsys.readouterr() == ("", f"{path}: {reason}\n")
 
 
@@ -259,7 +264,7 @@ def test_a_trace_with_a_torn_tail_is_replayed_up_to_it(
     slot_trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slot_trace.write_bytes(slot_trace.read_bytes()[:-8])
-    assert run(str(slot_trace), as_json=False) == 0
+    assert run([slot_trace], as_json=False) == 0
     assert capsys.readouterr().out == "identical: 1 steps of node, the last one was torn\n"
 
 

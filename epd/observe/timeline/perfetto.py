@@ -48,20 +48,25 @@ def as_perfetto(merged: Merged, transfers: Sequence[Transfer]) -> dict[str, Any]
 def _names(merged: Merged) -> Iterator[Event]:
     for pid, node in enumerate(merged.nodes, 1):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": node.name}}
-        for actor in dict.fromkeys(_ACTORS[step.kind] for step in node.steps):
+        for actor in dict.fromkeys(_actor(step.kind) for step in node.steps):
             tid = _track(actor)
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": actor}}
 
 
+def _actor(kind: str) -> str:
+    return _ACTORS.get(kind, kind)
+
+
 def _track(actor: str) -> int:
-    return list(dict.fromkeys(_ACTORS.values())).index(actor) + 1
+    known = [*dict.fromkeys(_ACTORS.values()), actor]
+    return known.index(actor) + 1
 
 
 def _steps(merged: Merged, start_s: float) -> Iterator[Event]:
     for number, node in enumerate(merged.nodes):
         for at, step in enumerate(node.steps):
             ts = (merged.time_s(Place(number, at)) - start_s) * 1e6
-            where = {"pid": number + 1, "tid": _track(_ACTORS[step.kind]), "ts": ts}
+            where = {"pid": number + 1, "tid": _track(_actor(step.kind)), "ts": ts}
             yield {
                 "ph": "X",
                 "name": type(step.event).__name__,
@@ -109,7 +114,7 @@ def _flows(merged: Merged, start_s: float) -> Iterator[Event]:
                 "cat": "message",
                 "id": number,
                 "pid": place.node + 1,
-                "tid": _track(_ACTORS[kind]),
+                "tid": _track(_actor(kind)),
                 "ts": ts,
             }
             yield event | ({"bp": "e"} if phase == "f" else {})

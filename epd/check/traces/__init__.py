@@ -1,0 +1,1 @@
+"""Recorded runs against the invariants and the tables: what a node did, whatever a machine makes of it."""
