@@ -25,6 +25,11 @@ class HoldPoints:
             self._held.discard(name)
             self._changed.notify_all()
 
+    def release_all(self) -> None:
+        with self._changed:
+            self._held.clear()
+            self._changed.notify_all()
+
     def is_held(self, name: str) -> bool:
         with self._changed:
             return name in self._held
