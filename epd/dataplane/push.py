@@ -12,12 +12,13 @@ key are not ours to take back, so push is refused on every other transport.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Final
 
 import structlog
 
 from epd.dataplane.mappings import OwnRegion, Window, allocate_shared
-from epd.dataplane.mooncake import MooncakePlane
+from epd.dataplane.mooncake import MooncakePlane, Peer
 from epd.memory.region import Region
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import RegionId, SessionId
@@ -115,6 +116,10 @@ class PushPlane(MooncakePlane):
         raise DataPlaneError(f"{address:#x} is not in the pool")
 
     # -- writes: of an encoder; the poller's thread ------------------------------------------------
+
+    def _probe(self, session: SessionId, peer: Peer, regions: Sequence[RegionDescriptor]) -> bool:
+        # Twice: a connection that a fence has closed is only found out by using it.
+        return any(super(PushPlane, self)._probe(session, peer, regions) for _ in range(2))
 
     def _submit(self, name: str, local: int, source: int, nbytes: int) -> int:
         # One entry per call, as for reads. 0: not submitted.

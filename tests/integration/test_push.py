@@ -305,8 +305,9 @@ def quick_redials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_redials")
 async def test_a_late_writer_writes_into_nobody_elses_slot() -> None:
-    late = await late_writers(100, PushPlane)
-    assert late.wrong_nbytes == 0
+    # Two at a time: an engine that was refused three times in a row waits for a second.
+    for late in await asyncio.gather(late_writers(50, PushPlane), late_writers(50, PushPlane)):
+        assert (late.rounds, late.wrong_nbytes) == (50, 0)
 
 
 @pytest.mark.slow
