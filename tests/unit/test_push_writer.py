@@ -1,80 +1,19 @@
 """The encoder's half of push: what it writes, what it refuses, and what it vouches for."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
-from pools import make_pool
+from push_parts import WINDOWS, A, B, Parts
 
-from epd.actors.push import FromReader, PushWriter, ReaderGone, ReaderOpened
+from epd.actors.push import ReaderGone
 from epd.actors.transfer import PollerNews
-from epd.dataplane.poller import PeerOpened, ReadDone, ReadRequest
-from epd.protocol.ids import ReadId, RegionId, Seal, SessionId, WriteId
-from epd.protocol.messages import (
-    Drained,
-    EmbeddingWritten,
-    PushWanted,
-    Reconcile,
-    RegionDescriptor,
-    Source,
-    Windows,
-)
-from epd.runtime.mailbox import Mailbox
+from epd.dataplane.poller import PeerOpened
+from epd.protocol.ids import RegionId, Seal, WriteId
+from epd.protocol.messages import Drained, EmbeddingWritten, PushWanted, Reconcile, Source
 
-A, B = SessionId(1), SessionId(2)
-WINDOWS = Windows((RegionDescriptor(RegionId(0), 4096, 4096),))
 SOURCE = Source(RegionId(0), 256, 100, Seal(7))
 
 
 def wanted(number: int, source: Source = SOURCE) -> PushWanted:
     return PushWanted(WriteId(number), source, RegionId(0), 512)
-
-
-class Parts:
-    """A writer between a poller and an endpoint that note what they are told."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[SessionId, Any]] = []
-        self.closed: list[SessionId] = []
-        self.reads: list[ReadRequest] = []
-        self.aborted: list[ReadId] = []
-        self.pool = make_pool(1, 4096)
-        parts: Any = self
-        self.writer = PushWriter(Mailbox("test/push", 100), parts, self.pool, parts)
-        self.writer.handle(ReaderOpened(A, "127.0.0.1:1"))
-
-    # -- the endpoint's and the poller's methods -----------------------------------------------
-
-    def send(self, session: SessionId, message: Any) -> None:
-        self.sent.append((session, message))
-
-    def close(self, session: SessionId, code: str, reason: str) -> None:
-        self.closed.append(session)
-
-    def read(self, request: ReadRequest) -> None:
-        self.reads.append(request)
-
-    def abort(self, read: ReadId) -> None:
-        self.aborted.append(read)
-
-    def open_peer(self, session: SessionId, segment: str, regions: Sequence[RegionDescriptor]) -> None:
-        self.opened = (session, segment, tuple(regions))
-
-    def close_peer(self, session: SessionId) -> None:
-        self.closed_peer = session
-
-    # -- what a test does ------------------------------------------------------------------------
-
-    def hear(self, message: Windows | PushWanted | Reconcile, session: SessionId = A) -> None:
-        self.writer.handle(FromReader(session, message))
-
-    def ready(self) -> None:
-        self.hear(WINDOWS)
-        self.writer.handle(PollerNews([PeerOpened(A, True, "")]))
-
-    def end(self, outcome: str, *, posted: bool = True) -> None:
-        """Of the newest write that the poller has."""
-        self.writer.handle(PollerNews([ReadDone(self.reads[-1].read, outcome, 0.0, 0, posted)]))
 
 
 @pytest.fixture
