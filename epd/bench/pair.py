@@ -114,10 +114,11 @@ async def pair(
     metrics: bool = False,
     curve: bool = False,
     push: bool = False,
+    verify: str = "seal",
     trace_folder: str | None = None,
 ) -> AsyncIterator[Pair]:
     """A warm, connected pair on `mooncake` or `shm`; both record into `trace_folder`, if there is one."""
-    settings: dict[str, Any] = {"metrics_port": 0} if metrics else {}
+    settings: dict[str, Any] = {"verify": verify} | ({"metrics_port": 0} if metrics else {})
     if push:
         settings["direction"] = "push"
     with (

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import uvloop
 
-from epd.bench import curve, metrics, push, recording, throughput, transfer
+from epd.bench import curve, metrics, push, recording, throughput, transfer, verify
 from epd.bench.report import Row, machine
 from epd.dataplane.select import Choice, open_plane
 from epd.protocol.errors import DataPlaneError
@@ -16,6 +16,7 @@ from epd.protocol.errors import DataPlaneError
 Scenario = Callable[..., Awaitable[list[Row]]]
 SCENARIOS: dict[str, Scenario] = {
     "transfer": transfer.run,
+    "verify": verify.run,
     "throughput": throughput.run,
     "curve": curve.run,
     "metrics": metrics.run,

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import xxhash
+
 from epd.encoders.base import MediaItem
 from epd.forward.base import ForwardItem, ItemResult, WorkerEvents
 from epd.memory.region import Region
@@ -42,12 +44,17 @@ class InstantWorker:
     pid = None
 
     def start(self, regions: Sequence[Region], events: WorkerEvents) -> None:
+        self._regions = regions
         self._events = events
         asyncio.get_running_loop().call_soon(events.worker_ready)
 
     def submit(self, batch: int, items: Sequence[ForwardItem], *, digest: bool) -> None:
-        results = [ItemResult(None, None)] * len(items)
+        results = [ItemResult(None, self._digest(item) if digest else None) for item in items]
         asyncio.get_running_loop().call_soon(self._events.batch_ended, batch, results)
+
+    def _digest(self, item: ForwardItem) -> bytes:
+        view = self._regions[item.region].view
+        return xxhash.xxh3_128_digest(view[item.offset : item.offset + item.spec.nbytes])
 
     def kill(self) -> None:
         """Nothing runs."""
@@ -70,10 +77,6 @@ def pattern(media: bytes | memoryview, nbytes: int) -> bytes:
 
 class PatternWorker(InstantWorker):
     """Writes each item's `pattern`, so that every delivered byte can be checked."""
-
-    def start(self, regions: Sequence[Region], events: WorkerEvents) -> None:
-        super().start(regions, events)
-        self._regions = regions
 
     def submit(self, batch: int, items: Sequence[ForwardItem], *, digest: bool) -> None:
         for item in items:
