@@ -44,7 +44,6 @@ MAX_BLOCK_NBYTES: Final = 256 * 1024 * 1024
 
 _PREFIX_NBYTES: Final = 4
 _BLOCK_PREFIX_NBYTES: Final = 12
-_LEVEL: Final = 1
 
 Key = int | str | tuple[int | str, ...]
 
@@ -142,7 +141,7 @@ class RecordEncoder:
         self._buffer = bytearray()
 
     def encode(self, width: Width, values: list[Any]) -> bytes:
-        """`len(values) / width` records, their values one after another; for `pack_block`.
+        """`len(values) / width` records, their values one after another; to be compressed for `frame_block`.
 
         Raises what msgspec does if something in it cannot be encoded.
         """
@@ -159,12 +158,12 @@ def encode_block(
 ) -> bytes:
     """One block of records of one sort, at least one."""
     width: Any = len(records[0])
-    return pack_block(RecordEncoder().encode(width, [value for record in records for value in record]))
+    values = [value for record in records for value in record]
+    return frame_block(zlib.compress(RecordEncoder().encode(width, values)))
 
 
-def pack_block(records: bytes) -> bytes:
-    """The block of what a `RecordEncoder` made."""
-    data = zlib.compress(records, _LEVEL)
+def frame_block(data: bytes) -> bytes:
+    """The block of compressed records."""
     prefix = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
     return prefix + zlib.crc32(prefix).to_bytes(4, "little") + data
 

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 import structlog
+from isal import isal_zlib
 
-from epd.protocol.trace import TraceHeader, encode_header, pack_block
+from epd.protocol.trace import TraceHeader, encode_header, frame_block
 
-MAX_BACKLOG: Final = 256
+MAX_BACKLOG: Final = 4096
 """Blocks that may wait; a disk that falls further behind ends the trace, not the node."""
+
+_LEVEL: Final = 0
+"""ISA-L's fastest: a sixth of what zlib's fastest costs, for a fifth more bytes. Any zlib reads it."""
 
 _log = structlog.get_logger()
 
@@ -106,7 +110,7 @@ class TraceWriter:
             self._file_size = 0
             self._put(encode_header(work.header))
             return
-        self._put(pack_block(work))
+        self._put(frame_block(isal_zlib.compress(work, _LEVEL)))
         self._blocks += 1
         if self._file_size >= self._file_nbytes:
             self.full = True
