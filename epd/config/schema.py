@@ -94,7 +94,8 @@ class SecurityConfig(_Table, frozen=True, kw_only=True):
     peers: str | None = None
     """A TOML file that says which key may be which peer (see `epd.runtime.keys`)."""
     trusted_network: bool = False
-    """Whoever reaches this host may read what its Mooncake engine exports, keys or not."""
+    """Whoever reaches this host may read what its Mooncake engine exports, and write a pool that is pushed
+    into, keys or not."""
 
 
 class Limits(_Table, frozen=True, kw_only=True):
