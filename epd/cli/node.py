@@ -133,6 +133,8 @@ def _say_ready(node: EncoderNode | PrefillNode) -> None:
             "Mooncake listens on every interface and lets whoever reaches its ports read what is exported",
             segment=node.plane.segment,
         )
+    if node.config.direction == "push" and node.role == "prefill":
+        _log.warning("push: encoders, and whoever reaches Mooncake's ports, can write this node's pool")
 
 
 def security_of(node: EncoderNode | PrefillNode) -> str:

@@ -25,7 +25,7 @@ from epd.protocol.ids import RegionId, SessionId
 from epd.protocol.sources import SEAL_WORD
 from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.runtime import links
-from epd.testing.processes import NodeProcess
+from epd.testing.processes import NodeProcess, node_process
 from epd.testing.synthetic import PatternWorker, SyntheticEncoder, pattern, synthetic_item
 
 HOST = "127.0.0.1"
@@ -89,6 +89,22 @@ async def test_what_an_encoder_writes_arrives_whole_and_leaves_nothing() -> None
             delivery.release()
             await empty(node.listen)
             await empty(source.listen)
+
+
+@pytest.mark.slow
+def test_a_node_that_pushes_says_what_that_opens_and_where_it_cannot_be_had(tmp_path: Path) -> None:
+    settings = {**PREFILL, "encoders": ["tcp://127.0.0.1:9"], "log_format": "json"}
+    with (tmp_path / "log").open("wb+") as log, node_process(settings, log.fileno()) as node:
+        assert node.ready["data_plane"] == "mooncake/tcp"
+        assert node.terminate() == 0
+        log.seek(0)
+        assert b"whoever reaches Mooncake's ports, can write this node's pool" in log.read()
+    command = [sys.executable, "-m", "epd.cli.node", "--role", "encoder", "--set", "direction=push"]
+    refused = subprocess.run(
+        command, env={**os.environ, "MC_TCP_PROTO": "1"}, capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "direction = push: MC_TCP_PROTO=1 ends writes before they have arrived" in refused.stderr
 
 
 @pytest.mark.slow
