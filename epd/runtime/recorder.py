@@ -24,6 +24,8 @@ FILE_NBYTES: Final = 64 * 1024 * 1024
 FILES: Final = 4
 _BATCH_RECORDS: Final = 256
 """Few, so that they are encoded while the processor's caches still hold them."""
+_BATCHES_AT_ONCE: Final = 8
+"""Waking the thread costs as much as encoding a batch."""
 _BATCH_VALUES: Final = _BATCH_RECORDS * STEP
 _CANNOT_ENCODE: Final = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
 
@@ -57,6 +59,7 @@ class Recorder:
         self._limits: dict[str, Any] = {}
         self._values: list[Any] = []
         self._encoder = RecordEncoder()
+        self._encoded: list[bytes] = []
         self._handed_over = 0
         self._closed = False
         self._header = TraceHeader(node=node, role=role, incarnation=incarnation, started_unix_s=unix_s())
@@ -83,6 +86,7 @@ class Recorder:
         self._limits[kind] = limits
         self.hand_over()
         self._write(LIMITS, [kind, limits])
+        self._pass_on()
 
     def record(
         self, kind: str, key: Hashable, event: Event, now_s: float, effects: tuple[Effect, ...]
@@ -95,14 +99,12 @@ class Recorder:
         values += (kind, key, now_s, event, effects)
 
     def hand_over(self) -> None:
-        """Encode what was collected, and give it to the thread."""
+        """Encode what was collected, and give everything to the thread."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._values:
-            self._handed_over += len(self._values) // STEP
-            self._write(STEP, self._values)
-            self._values.clear()
+        self._encode_steps()
+        self._pass_on()
 
     def flush(self) -> None:
         """Hand everything to the operating system; waits for it."""
@@ -117,10 +119,13 @@ class Recorder:
 
     def _begin_batch(self) -> bool:
         """Before a step, so that the tables stand where all recorded steps have brought them."""
-        self.hand_over()
+        self._encode_steps()
         if self.closed:
             return False
+        if len(self._encoded) >= _BATCHES_AT_ONCE:
+            self._pass_on()
         if self._writer.full:
+            self._pass_on()
             self._header = replace(self._header, file=self._header.file + 1)
             limits = [value for record in self._limits.items() for value in record]
             self._writer.new_file(self._header)
@@ -128,8 +133,20 @@ class Recorder:
             states = [value for state in self.live() for value in state]
             for start in range(0, len(states), _BATCH_RECORDS * STATE):
                 self._write(STATE, states[start : start + _BATCH_RECORDS * STATE])
-        self._timer = self._timers.after(FLUSH_S, self.hand_over)
+        if self._timer is None:
+            self._timer = self._timers.after(FLUSH_S, self.hand_over)
         return True
+
+    def _encode_steps(self) -> None:
+        if self._values:
+            self._handed_over += len(self._values) // STEP
+            self._write(STEP, self._values)
+            self._values.clear()
+
+    def _pass_on(self) -> None:
+        if self._encoded:
+            self._writer.write(self._encoded)
+            self._encoded = []
 
     def _write(self, width: Width, values: list[Any]) -> None:
         if self.closed:
@@ -137,11 +154,12 @@ class Recorder:
         try:
             records = self._encoder.encode(width, values)
         except _CANNOT_ENCODE as error:
-            self._writer.write(self._encoder.encode(width, self._encodable(width, values)))
+            self._encoded.append(self._encoder.encode(width, self._encodable(width, values)))
+            self._pass_on()
             self._closed = True
             _log.error("trace ended", path=os.fspath(self.path), steps=self.steps, reason=str(error))
             return
-        self._writer.write(records)
+        self._encoded.append(records)
 
     def _encodable(self, width: Width, values: list[Any]) -> list[Any]:
         """Of the records before the first that cannot be encoded."""

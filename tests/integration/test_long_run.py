@@ -67,11 +67,13 @@ async def load_them(tmp_path: Path) -> None:
         encoders = [await asyncio.to_thread(run.encoder, f"encoder-{n}") for n in (1, 2)]
         async with prefill_node(tmp_path, encoders) as node:
             numbers = iter(range(REQUESTS))
-            ended = 0
+            ended, again = 0, asyncio.Event()
 
             async def work() -> None:
                 nonlocal ended
                 for number in numbers:
+                    if number > RESTARTED_AFTER + AT_ONCE:
+                        await again.wait()  # the rest is for both again
                     await one_request(node, number)
                     ended += 1
                     if ended == KILLED_AFTER:
@@ -79,6 +81,9 @@ async def load_them(tmp_path: Path) -> None:
                     elif ended == RESTARTED_AFTER:
                         listen = encoders[0].listen
                         encoders.append(await asyncio.to_thread(run.encoder, "encoder-1", listen))
+                        while len(node.prefill.encoders.loads()) < 2:
+                            await one_request(node, REQUESTS)
+                        again.set()
 
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(AT_ONCE):
@@ -101,6 +106,6 @@ def test_a_thousand_requests_with_an_encoder_killed_and_restarted(tmp_path: Path
     assert len(loaded.nodes) == 4  # one encoder twice
     merged = merge(loaded.nodes)
     transfers = [transfer for transfer in transfers_of(merged) if transfer.node == "prefill"]
-    assert [transfer.outcome for transfer in transfers] == ["freed"] * REQUESTS
-    assert sum(transfer.attempts for transfer in transfers) >= REQUESTS
+    assert len(transfers) >= REQUESTS
+    assert {transfer.outcome for transfer in transfers} == {"freed"}
     assert {name for transfer in transfers for name in transfer.encoders} >= {"encoder-1", "encoder-2"}

@@ -14,7 +14,7 @@ from epd.protocol.registry import MachineSpec
 from epd.protocol.replay import replay
 from epd.protocol.trace import StateRecord, StepRecord, TraceReader
 from epd.runtime.machines import MachineTable
-from epd.runtime.recorder import _BATCH_RECORDS, Recorder
+from epd.runtime.recorder import _BATCH_RECORDS, _BATCHES_AT_ONCE, Recorder
 from epd.runtime.timers import Timers
 from epd.testing.virtual_clock import VirtualClock
 
@@ -60,13 +60,18 @@ def test_steps_reach_the_file_within_a_second_and_an_idle_recorder_has_no_timer(
     recording.recorder.close()
 
 
-def test_steps_reach_the_file_when_there_is_a_block_of_them(recording: Recording) -> None:
-    for _ in range(_BATCH_RECORDS + 10):
+def test_steps_reach_the_file_when_there_are_eight_blocks_of_them(recording: Recording) -> None:
+    enough = _BATCH_RECORDS * _BATCHES_AT_ONCE
+    for _ in range(enough):
         recording.step()
     recording.recorder._writer.wait()
-    assert recording.steps_on_disk() == _BATCH_RECORDS
+    assert recording.steps_on_disk() == 0
+    for _ in range(10):
+        recording.step()
+    recording.recorder._writer.wait()
+    assert recording.steps_on_disk() == enough
     recording.recorder.close()
-    assert recording.steps_on_disk() == _BATCH_RECORDS + 10
+    assert recording.steps_on_disk() == enough + 10
 
 
 def test_close_flushes_and_is_idempotent_and_leaves_no_timer(recording: Recording) -> None:

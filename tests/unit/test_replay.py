@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import toy_door as door
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
@@ -18,9 +18,9 @@ from epd.protocol import slots
 from epd.protocol.ids import Attempt, Incarnation, LeaseId, NodeId, Part, ReadId, RegionId, Seal, SessionId
 from epd.protocol.machine import Event, TimerExpired
 from epd.protocol.messages import Source
-from epd.protocol.registry import MACHINES, MachineSpec
+from epd.protocol.registry import MACHINES, Former, MachineSpec, machines_of
 from epd.protocol.replay import replay
-from epd.protocol.trace import Record, StepRecord, TraceReader, UnreadableTrace, encode_block
+from epd.protocol.trace import LOGIC_VERSION, Record, StepRecord, TraceReader, UnreadableTrace, encode_block
 from epd.runtime.machines import MachineFailed, MachineTable
 from epd.runtime.recorder import Recorder
 from epd.runtime.timers import Timers
@@ -67,6 +67,7 @@ events = st.one_of(
 )
 
 
+@settings(deadline=None)  # a file and a thread for each example
 @given(st.lists(st.tuples(st.integers(0, 3), events, st.floats(0, 5)), max_size=40))
 def test_what_was_recorded_replays_identically(
     tmp_path_factory: pytest.TempPathFactory, feeding: Feeding
@@ -266,6 +267,46 @@ def test_a_trace_with_a_torn_tail_is_replayed_up_to_it(
     slot_trace.write_bytes(slot_trace.read_bytes()[:-8])
     assert run([slot_trace], as_json=False) == 0
     assert capsys.readouterr().out == "identical: 1 steps of node, the last one was torn\n"
+
+
+def test_what_can_be_read_of_a_damaged_trace_is_replayed_all_the_same(
+    slot_trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slot_trace.write_bytes(slot_trace.read_bytes() + b"\xff" * 40)
+    assert run([slot_trace], as_json=False) == 2
+    out, err = capsys.readouterr()
+    assert out == "identical: 2 steps of node before the damage\n"
+    assert err == f"{slot_trace}: block 2 is damaged: its prefix\n"
+    assert run([slot_trace], as_json=True) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["records"], report["divergence"]) == (False, 2, None)
+
+
+# -- machines of other versions ------------------------------------------------------------------
+
+
+def test_a_trace_is_replayed_by_the_machines_of_its_version() -> None:
+    """Two changes of one machine and one of another: each version finds what it had."""
+    first, second, other = (MachineSpec(door) for _ in range(3))
+    former = (Former("slots", 1, first), Former("slots", 3, second), Former("jobs", 2, other))
+    assert [machines_of(version, former)["slots"] for version in (1, 2, 3)] == [first, second, second]
+    assert machines_of(4, former)["slots"] is MACHINES["slots"]
+    assert [machines_of(version, former)["jobs"] for version in (2, 3)] == [other, MACHINES["jobs"]]
+    assert machines_of(LOGIC_VERSION) == MACHINES
+
+
+def test_the_command_asks_for_the_machines_of_the_trace(
+    slot_trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def machines(version: int) -> Any:
+        asked.append(version)
+        return MACHINES
+
+    monkeypatch.setattr("epd.check.traces.check.machines_of", machines)
+    assert run([slot_trace], as_json=True) == 0
+    assert asked == [LOGIC_VERSION]
 
 
 def test_the_click_command_hands_on_the_exit_status(slot_trace: Path) -> None:
