@@ -1,6 +1,6 @@
 """What recording costs: transfers of zero bytes by a pair whose nodes record, beside one that does not.
 
-The rounds of both take turns, so that a busy machine slows both alike. `bytes per transfer` are those of
+The rounds of both take turns, many short ones, so that a busy machine slows both alike. `bytes per transfer` are those of
 both trace files, compressed.
 """
 
@@ -18,7 +18,7 @@ _REGION_NBYTES: Final = 1024 * 1024
 
 
 async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
-    rounds, transfers = (7, 3_000) if quick else (15, 10_000)
+    rounds, transfers = (41, 1_000) if quick else (41, 4_000)
     rows: list[Row] = []
     for plane in data_planes:
         with tempfile.TemporaryDirectory() as folder:

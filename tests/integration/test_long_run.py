@@ -9,10 +9,13 @@ import pytest
 
 from epd.check.traces.check import check_traces
 from epd.config import load_config
+from epd.dataplane.faulty import FaultyPlane
+from epd.dataplane.select import open_plane
 from epd.node import PrefillNode
 from epd.observe.timeline.load import load
 from epd.observe.timeline.merge import merge
 from epd.observe.timeline.transfers import transfers_of
+from epd.protocol import reads
 from epd.request import Delivery, EmbeddingRequest
 from epd.testing.processes import HeldProcess, held_encoder
 from epd.testing.synthetic import synthetic_item
@@ -42,7 +45,9 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def prefill_node(folder: Path, encoders: list[HeldProcess]) -> AsyncIterator[PrefillNode]:
+async def prefill_node(
+    folder: Path, encoders: list[HeldProcess]
+) -> AsyncIterator[tuple[PrefillNode, FaultyPlane]]:
     overrides = SETTINGS | {
         "role": "prefill",
         "node": "prefill",
@@ -50,8 +55,9 @@ async def prefill_node(folder: Path, encoders: list[HeldProcess]) -> AsyncIterat
         "pool.regions": 2,
         "trace": str(folder / "prefill.trace"),
     }
-    async with PrefillNode(load_config(None, overrides)) as node:
-        yield node
+    plane = FaultyPlane(open_plane("shm", "127.0.0.1"))
+    async with PrefillNode(load_config(None, overrides), open_plane_with=lambda: plane) as node:
+        yield node, plane
 
 
 async def one_request(node: PrefillNode, number: int) -> Delivery:
@@ -65,7 +71,7 @@ async def load_them(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         run = Run(tmp_path, stack)
         encoders = [await asyncio.to_thread(run.encoder, f"encoder-{n}") for n in (1, 2)]
-        async with prefill_node(tmp_path, encoders) as node:
+        async with prefill_node(tmp_path, encoders) as (node, _):
             numbers = iter(range(REQUESTS))
             ended, again = 0, asyncio.Event()
 
@@ -109,3 +115,37 @@ def test_a_thousand_requests_with_an_encoder_killed_and_restarted(tmp_path: Path
     assert len(transfers) >= REQUESTS
     assert {transfer.outcome for transfer in transfers} == {"freed"}
     assert {name for transfer in transfers for name in transfer.encoders} >= {"encoder-1", "encoder-2"}
+
+
+async def read_through_a_change_of_files(tmp_path: Path) -> None:
+    """A read stands still while other requests, which have no bytes to read, fill a file and the next."""
+    with contextlib.ExitStack() as stack:
+        encoder = await asyncio.to_thread(Run(tmp_path, stack).encoder, "encoder")
+        async with prefill_node(tmp_path, [encoder]) as (node, plane):
+            held = plane.hold("payload")
+            slow = asyncio.ensure_future(
+                node.encode(EmbeddingRequest("slow", [synthetic_item(1024 * 1024)], 60.0))
+            )
+            await asyncio.to_thread(held.wait, 30)
+            empty = synthetic_item(0)
+            for number in range(40):
+                many = [EmbeddingRequest(f"{number}-{n}", [empty], 60.0) for n in range(32)]
+                for delivery in await asyncio.gather(*map(node.encode, many)):
+                    delivery.release()
+            plane.release("payload")
+            (await slow).release()
+        encoder.close()
+        await asyncio.to_thread(encoder.process.wait, 30)
+
+
+@pytest.mark.slow
+def test_a_read_that_goes_on_through_a_change_of_files_replays_in_both(tmp_path: Path) -> None:
+    asyncio.run(read_through_a_change_of_files(tmp_path))
+    paths = sorted(tmp_path.glob("prefill.trace*"))
+    assert len(paths) > 2
+    alone = [load([path]).nodes[0] for path in paths]
+    middle = [node for node in alone if not node.whole]
+    over = [step for node in middle for step in node.steps if step.kind == "reads" and step.after.final]
+    assert any(isinstance(step.before, reads.Sealing) for step in over)
+    checked = check_traces(paths)
+    assert checked.ok, [one for one in checked.replayed if one.divergence]
