@@ -1,7 +1,7 @@
 """What recording costs: transfers of zero bytes by a pair whose nodes record, beside one that does not.
 
-The rounds of both take turns, many short ones, so that a busy machine slows both alike. `bytes per transfer` are those of
-both trace files, compressed.
+The rounds of both take turns, many short ones, so that a busy machine slows both alike. The bytes in a
+row's name are those of both trace files per transfer, compressed.
 """
 
 import tempfile
