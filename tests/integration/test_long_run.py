@@ -9,7 +9,7 @@ import pytest
 
 from epd.check.traces.check import check_traces
 from epd.config import load_config
-from epd.dataplane.faulty import FaultyPlane
+from epd.dataplane.faulty import FaultyPlane, Rates
 from epd.dataplane.select import open_plane
 from epd.node import PrefillNode
 from epd.observe.timeline.load import load
@@ -55,14 +55,17 @@ async def prefill_node(
         "pool.regions": 2,
         "trace": str(folder / "prefill.trace"),
     }
-    plane = FaultyPlane(open_plane("shm", "127.0.0.1"))
+    rates = Rates(
+        delay=0.02, fail=0.01, stale=0.01
+    )  # so that there are retries, and reads that wait for others
+    plane = FaultyPlane(open_plane("shm", "127.0.0.1"), seed=1, rates=rates)
     async with PrefillNode(load_config(None, overrides), open_plane_with=lambda: plane) as node:
         yield node, plane
 
 
 async def one_request(node: PrefillNode, number: int) -> Delivery:
-    item = synthetic_item(4 * (number % 97 + 1))
-    delivery = await node.encode(EmbeddingRequest(f"request-{number}", [item], 30.0))
+    items = [synthetic_item(4 * (number % 97 + 1)), *[synthetic_item(40_000)] * (number % 3)]
+    delivery = await node.encode(EmbeddingRequest(f"request-{number}", items, 30.0))
     delivery.release()
     return delivery
 
@@ -114,6 +117,7 @@ def test_a_thousand_requests_with_an_encoder_killed_and_restarted(tmp_path: Path
     transfers = [transfer for transfer in transfers_of(merged) if transfer.node == "prefill"]
     assert len(transfers) >= REQUESTS
     assert {transfer.outcome for transfer in transfers} == {"freed"}
+    assert sum(transfer.attempts for transfer in transfers) > REQUESTS + 10
     assert {name for transfer in transfers for name in transfer.encoders} >= {"encoder-1", "encoder-2"}
 
 

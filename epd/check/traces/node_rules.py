@@ -65,7 +65,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self._running: set[int] = set()
-        self._newest = -1
+        self._posted: set[int] = set()
 
     def see(self, step: TracedStep) -> Iterator[Flaw]:
         if isinstance(step.event, sl.ReadTerminal):
@@ -73,9 +73,9 @@ class _Slot:
         for effect in step.effects:
             match effect:
                 case sl.PostRead():
-                    if effect.wanted.read <= self._newest:
+                    if effect.wanted.read in self._posted:
                         yield "I1", f"read {effect.wanted.read} posted again"
-                    self._newest = effect.wanted.read
+                    self._posted.add(effect.wanted.read)
                     self._running.add(effect.wanted.read)
                 case sl.TellReadEnded(error=None) if not (
                     isinstance(step.event, sl.ReadTerminal) and step.event.outcome == "ok"
