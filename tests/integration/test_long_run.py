@@ -22,6 +22,8 @@ from epd.testing.synthetic import synthetic_item
 
 REQUESTS = 1_000
 AT_ONCE = 16
+FAULTS = Rates(delay=0.02, fail=0.01, stale=0.01)
+"""So that there are retries, and reads that wait for others."""
 KILLED_AFTER, RESTARTED_AFTER = 300, 500
 SETTINGS = {
     "data_plane": "shm",
@@ -46,7 +48,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def prefill_node(
-    folder: Path, encoders: list[HeldProcess]
+    folder: Path, encoders: list[HeldProcess], rates: Rates
 ) -> AsyncIterator[tuple[PrefillNode, FaultyPlane]]:
     overrides = SETTINGS | {
         "role": "prefill",
@@ -55,9 +57,6 @@ async def prefill_node(
         "pool.regions": 2,
         "trace": str(folder / "prefill.trace"),
     }
-    rates = Rates(
-        delay=0.02, fail=0.01, stale=0.01
-    )  # so that there are retries, and reads that wait for others
     plane = FaultyPlane(open_plane("shm", "127.0.0.1"), seed=1, rates=rates)
     async with PrefillNode(load_config(None, overrides), open_plane_with=lambda: plane) as node:
         yield node, plane
@@ -74,7 +73,7 @@ async def load_them(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         run = Run(tmp_path, stack)
         encoders = [await asyncio.to_thread(run.encoder, f"encoder-{n}") for n in (1, 2)]
-        async with prefill_node(tmp_path, encoders) as (node, _):
+        async with prefill_node(tmp_path, encoders, FAULTS) as (node, _):
             numbers = iter(range(REQUESTS))
             ended, again = 0, asyncio.Event()
 
@@ -125,7 +124,7 @@ async def read_through_a_change_of_files(tmp_path: Path) -> None:
     """A read stands still while other requests, which have no bytes to read, fill a file and the next."""
     with contextlib.ExitStack() as stack:
         encoder = await asyncio.to_thread(Run(tmp_path, stack).encoder, "encoder")
-        async with prefill_node(tmp_path, [encoder]) as (node, plane):
+        async with prefill_node(tmp_path, [encoder], Rates()) as (node, plane):
             held = plane.hold("payload")
             slow = asyncio.ensure_future(
                 node.encode(EmbeddingRequest("slow", [synthetic_item(1024 * 1024)], 60.0))
