@@ -301,10 +301,12 @@ class EncodeActor(Actor[Mail]):
             self.states_seen.add(name)
             self._phases_s.setdefault(key, {}).setdefault(name, self._clock.now_s())
             self._of_session.setdefault(key[0], set()).add(key)
-        elif key in self._jobs:
-            self._forget(key)
+        else:
+            self._forget_ended(key)
 
-    def _forget(self, key: Key) -> None:
+    def _forget_ended(self, key: Key) -> None:
+        if key not in self._jobs or isinstance(self._parts.state(key), machine.Open):
+            return
         del self._jobs[key]
         of_session = self._of_session[key[0]]
         of_session.discard(key)
@@ -354,6 +356,7 @@ class EncodeActor(Actor[Mail]):
                     self._note_end(key, effect)
                 case _:
                     self._perform_item(key, effect)
+        self._forget_ended(key)  # its own deadline ends a part without anybody feeding it
 
     def _note_end(self, key: Key, ended: machine.AttemptEnded) -> None:
         session, transfer, part = key

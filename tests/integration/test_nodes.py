@@ -13,8 +13,8 @@ from epd.config import load_config
 from epd.encoders.media import DEFAULT_RULES
 from epd.memory.tensors import host_bytes
 from epd.node import EncoderNode, PrefillNode, make_worker
-from epd.protocol.errors import Cancelled, Draining, RequestTooLarge, UnsupportedItem
-from epd.protocol.messages import AuxTensor, DType, EmbeddingSpec, Probe
+from epd.protocol.errors import Cancelled, DeadlineExceeded, Draining, RequestTooLarge, UnsupportedItem
+from epd.protocol.messages import AuxTensor, Cancel, DType, EmbeddingSpec, Probe
 from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.testing.hold_points import HeldWorker, HoldPoints
 from epd.testing.synthetic import PatternWorker, SyntheticEncoder, pattern, synthetic_item
@@ -200,6 +200,27 @@ async def test_a_cancelled_request_ends_with_cancelled_and_leaves_nothing() -> N
         worker.resume()
         await empty(prefill.listen)
         await empty(encoder.listen)
+
+
+async def test_a_part_that_ends_by_the_encoders_own_deadline_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cancel of the other side comes later, or never."""
+    points = HoldPoints()
+    points.hold("forward")
+    worker = HeldWorker(PatternWorker(), points)
+    async with encoder_node(worker) as encoder, prefill_node(encoder.listen) as prefill:
+        send = prefill.endpoint.send
+        monkeypatch.setattr(
+            prefill.endpoint, "send", lambda to, message: isinstance(message, Cancel) or send(to, message)
+        )
+        with pytest.raises(DeadlineExceeded):
+            await prefill.encode(request("r", synthetic_item(4096), deadline_s=0.2))
+        points.release("forward")
+        worker.resume()
+        await empty(encoder.listen)
+        assert not encoder.encode._of_session
+        assert not encoder.encode._phases_s
 
 
 async def test_names_are_compared_whole_so_that_cancelling_one_request_leaves_its_namesake() -> None:
