@@ -623,17 +623,20 @@ async def test_all_that_a_dead_dialler_had_sent_is_read_before_its_loss(encoder:
     assert encoder.messages_seen == [Goodbye(f"{number}") for number in range(1, count + 1)]
 
 
-async def test_what_a_dialler_sent_just_before_it_closed_arrives(
-    prefill: TestNode, encoder: TestNode
-) -> None:
-    """More than the kernel takes at once."""
+async def test_of_what_a_dialler_sent_just_before_it_closed_nothing_in_between_is_missing(make: Make) -> None:
+    """Mostly all of it arrives. But what a listener says into a connection that is being closed makes the
+    kernel discard what was not read yet: then the end is missing, and the session was lost."""
+    prefill = make("pre", "prefill")
+    encoder = make("enc", "encoder", listens=True, limits=SessionLimits(0.05, 10.0, 20.0))
     session = await meet(prefill, encoder)
     words: list[ControlMessage] = [Goodbye(f"{number:06d}" * 10000) for number in range(250)]
     for word in words:
         prefill.endpoint.send(session, word)
     await prefill.close(FAIL_AFTER_S)
-    assert (await encoder.ended(session)).code == "draining"
-    assert encoder.messages_seen == words
+    code = (await encoder.ended(session)).code
+    arrived = [message for message in encoder.messages_seen if isinstance(message, Goodbye)]
+    assert arrived == words[: len(arrived)]
+    assert code == "session_lost" or (code, len(arrived)) == ("draining", len(words))
 
 
 async def test_a_session_that_is_closed_tells_both_sides_why(prefill: TestNode, encoder: TestNode) -> None:
