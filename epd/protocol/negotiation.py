@@ -1,18 +1,26 @@
 """Whether two nodes can have a session: versions, roles, data planes, model fingerprints."""
 
+from typing import Final
+
 from epd.protocol.errors import SessionRejected, WrongRole
 from epd.protocol.messages import Hello, Rejected, Welcome
+
+OLDEST_LOGIC_VERSION: Final = 1
+"""Of a peer that our machines work with; raised with a change that they cannot live beside."""
 
 
 def check_hello(ours: Hello, theirs: Hello | Welcome) -> Rejected | None:
     """Whether the two nodes can have a session: None, or why not, with both sides' values.
 
-    Logic versions are not compared: nodes are upgraded one by one. Fingerprint, data plane and
-    segment of a client are empty and not compared; an empty fingerprint of a prefill node takes any
-    encoder's (it announces that one from then on).
+    Protocol versions must be equal. Of two logic versions the newer program decides: nodes are upgraded
+    one by one, so it works with those from `OLDEST_LOGIC_VERSION` on and refuses older ones. Fingerprint,
+    data plane and segment of a client are empty and not compared; an empty fingerprint of a prefill node
+    takes any encoder's (it announces that one from then on).
     """
     if ours.protocol_version != theirs.protocol_version:
         return _differ("protocol versions", ours, ours.protocol_version, theirs, theirs.protocol_version)
+    if theirs.logic_version < OLDEST_LOGIC_VERSION:
+        return _differ("logic versions", ours, ours.logic_version, theirs, theirs.logic_version)
     roles = {ours.role, theirs.role}
     if len(roles) == 1:
         reason = f"{ours.node} and {theirs.node} are both {ours.role} nodes"

@@ -193,6 +193,7 @@ def test_a_hello_that_is_refused_leaves_nothing_behind(event: HelloReceived, cod
 @pytest.mark.parametrize(
     ("ours", "theirs", "values"),
     [
+        (PREFILL, hello("encoder", logic_version=0), ("logic versions", "1", "0")),
         (hello("encoder", protocol_version=2), PREFILL, ("2", "1")),
         (hello("encoder", data_plane="shm"), PREFILL, ("'shm'", "'mooncake/tcp'")),
         (hello("encoder", fingerprint="model-b"), PREFILL, ("'model-b'", "'model-a'")),
