@@ -12,7 +12,8 @@ from epd.client import NodeClient
 from epd.config import load_config
 from epd.encoders.media import DEFAULT_RULES
 from epd.memory.tensors import host_bytes
-from epd.node import EncoderNode, PrefillNode, make_worker
+from epd.node import EncoderNode, PrefillNode
+from epd.node.encoder import make_worker
 from epd.protocol.errors import Cancelled, DeadlineExceeded, Draining, RequestTooLarge, UnsupportedItem
 from epd.protocol.messages import AuxTensor, Cancel, DType, EmbeddingSpec, Probe
 from epd.request import Delivery, EmbeddingRequest, ImageItem
@@ -306,7 +307,7 @@ def test_the_forward_worker_has_the_form_of_the_device_and_the_settings(
     monkeypatch: pytest.MonkeyPatch, device: str, form: str, given: tuple[object, ...]
 ) -> None:
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr(f"epd.node.{form}", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(f"epd.node.encoder.{form}", lambda *arguments: made.append(arguments))
     make_worker(load_config(None, {"role": "encoder", "worker.threads": 2, "worker.batch_items": 3}), device)
     assert made == [given]
 
