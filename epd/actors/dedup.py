@@ -148,7 +148,6 @@ class DedupCoordinator(Actor[Mail]):
             ask=self._ask_media,
             report=self._media_news,
         )
-        self.shared_subscriptions = 0
         self.forwards = 0
         self.to_buffers: Ref[StagingWanted | StagingUnwanted | SourceEvent]
         self.to_encode: Ref[EncodeMail]
@@ -156,8 +155,6 @@ class DedupCoordinator(Actor[Mail]):
     def handle(self, message: Mail) -> None:
         match message:
             case Subscription():
-                if message.job in self._about:
-                    self.shared_subscriptions += 1
                 self._about[message.job] = (message.item, message.spec)
                 self._feed(message.job, jobs.Subscribed(message.subscriber))
             case SubscriberGranted():

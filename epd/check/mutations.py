@@ -351,7 +351,3 @@ def run_mutation(mutation: Mutation) -> MutationResult:
         explored.seconds,
         (f"# {found.violation}", *script),
     )
-
-
-def run_mutation_named(name: str) -> MutationResult:
-    return run_mutation(next(m for m in MUTATIONS if m.name == name))

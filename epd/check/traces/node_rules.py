@@ -158,7 +158,6 @@ class _Request:
         self._open: dict[int, tuple[int, int]] = {}
         self._last: dict[int, int] = {}
         self._whole: set[int] = set()
-        self._items: dict[int, tuple[int, ...]] = {}
         self._count = 0
         self._told: list[str] = []
         self._released = True
