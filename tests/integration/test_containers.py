@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,10 +15,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from epd.client import NodeClient
+from epd.data import photographs
 from epd.protocol.errors import Draining
+from epd.request import ImageItem
 from epd.testing.processes import HeldProcess, NodeProcess, held_encoder, node_process
 from epd.testing.synthetic import synthetic_item
 
@@ -183,3 +188,129 @@ def test_ports_that_are_taken_are_named_in_one_line() -> None:
             assert len(done.stderr.splitlines()) == 1, done.stderr
             assert setting.partition("=")[0] in done.stderr
             assert str(port) in done.stderr
+
+
+def anybody_can_run_this_python() -> bool:
+    try:
+        command = [sys.executable, "-c", "import msgspec"]
+        done = subprocess.run(command, user=54_321, group=54_321, extra_groups=[], check=False, cwd="/")
+        return done.returncode == 0
+    except PermissionError:
+        return False
+
+
+def pictures(count: int) -> list[ImageItem]:
+    """Each another one, of a megapixel."""
+    made = []
+    for number in range(count):
+        out = io.BytesIO()
+        noise = np.random.default_rng(number).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(out, "JPEG")
+        made.append(ImageItem.from_bytes(out.getvalue(), f"noise {number}"))
+    return made
+
+
+PICTURES = [str(path) for path in photographs()]
+
+
+def send(prefill: NodeProcess, *paths: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "epd.cli.main", "send", "--to", prefill.listen, "--json", "--", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    results: list[dict[str, Any]] = json.loads(done.stdout)["results"]
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="then every other test here is this one")
+@pytest.mark.skipif(not anybody_can_run_this_python(), reason="this Python lies in a folder of root's own")
+def test_nodes_of_any_uid_serve_without_a_home_a_temporary_folder_or_a_place(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    variables = environment(
+        TMPDIR=str(tmp_path), PYTHONPATH=os.pathsep.join(path for path in sys.path if path)
+    )
+    anybody: dict[str, Any] = {
+        "user": 54_321,
+        "group": 54_321,
+        "extra_groups": [],
+        "cwd": "/",
+        "env": variables,
+    }
+    encoder_command = [*NODE, "--role", "encoder", *SHM, "--set", "worker.threads=1"]
+    with started(*encoder_command, stderr=subprocess.DEVNULL, **anybody) as encoder:
+        prefill_command = [*NODE, "--role", "prefill", "--encoders", encoder.listen, *SHM]
+        with started(*prefill_command, stderr=subprocess.DEVNULL, **anybody) as prefill:
+            assert Path(f"/proc/{prefill.pid}").stat().st_uid == 54_321
+            (result,) = send(prefill, PICTURES[0])
+            assert result["ok"], result
+            assert prefill.terminate() == 0
+        assert encoder.terminate() == 0
+
+
+@pytest.mark.slow
+async def test_what_a_draining_encoder_has_not_started_is_done_by_the_other() -> None:
+    common = {"data_plane": "shm", "log_format": "json", "worker.threads": 1}
+    with (
+        node_process(common | {"role": "encoder"}, stderr=subprocess.DEVNULL) as leaves,
+        node_process(common | {"role": "encoder"}, stderr=subprocess.DEVNULL) as stays,
+        node_process(
+            common | {"role": "prefill", "encoders": [leaves.listen, stays.listen]},
+            stderr=subprocess.DEVNULL,
+        ) as prefill,
+    ):
+        items = pictures(24)
+        async with NodeClient(prefill.listen) as client, NodeClient(leaves.listen) as watcher:
+            async with asyncio.TaskGroup() as requests:
+                sent = [requests.create_task(client.submit([item], deadline_s=120)) for item in items]
+                while (await watcher.inventory()).counts["parts"] < 3:
+                    assert not all(task.done() for task in sent)
+                leaves.process.terminate()
+            assert [task.result().outcome.error for task in sent] == [None] * len(items)
+        assert await asyncio.to_thread(leaves.process.wait, 40) == 0
+
+
+@pytest.mark.slow
+def test_who_embeds_nodes_keeps_the_process_as_it_was() -> None:
+    """No signal handlers, log set-up, loop policy or process-wide flags: those are `epd-node`'s."""
+    code = """
+import asyncio, json, logging, os, resource, signal, sys, threading, warnings
+from epd import EmbeddingReceiver
+from epd.config import load_config
+from epd.node import EncoderNode, PrefillNode
+
+def state():
+    return {
+        "signals": {str(n): str(signal.getsignal(n)) for n in signal.valid_signals()},
+        "handlers": [str(h) for h in logging.getLogger().handlers], "level": logging.getLogger().level,
+        "policy": type(asyncio.get_event_loop_policy()).__name__,
+        "filters": [str(f) for f in warnings.filters],
+        "environment": dict(os.environ), "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "hooks": [str(sys.excepthook), str(threading.excepthook)], "cwd": os.getcwd(), "mask": os.umask(0o22),
+        "stdout": str(sys.stdout), "stderr": str(sys.stderr), "switch": sys.getswitchinterval(),
+    }
+
+async def main():
+    async with EncoderNode(load_config(None, {"role": "encoder", "data_plane": "shm"})) as encoder:
+        settings = {"role": "prefill", "data_plane": "shm", "encoders": [encoder.listen]}
+        async with PrefillNode(load_config(None, settings)):
+            within.append(state())
+        receiver = await asyncio.to_thread(EmbeddingReceiver.start, load_config(None, settings))
+        within.append(state())
+        await asyncio.to_thread(receiver.close)
+
+within = []
+before = state()
+asyncio.run(main())
+changed = [key for now in (*within, state()) for key in before if now[key] != before[key]]
+# asyncio.run itself takes SIGINT while it runs.
+for now in within:
+    now["signals"].pop("2", None)
+signals = [now["signals"] == {k: v for k, v in before["signals"].items() if k != "2"} for now in within]
+print(json.dumps({"changed": sorted(set(changed) - {"signals"}), "signals": signals,
+    "after": state()["signals"] == before["signals"]}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said == {"changed": [], "signals": [True, True], "after": True}
