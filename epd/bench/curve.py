@@ -9,11 +9,10 @@ from typing import Final
 
 from epd.bench.pair import Pair, pair
 from epd.bench.report import Row
-from epd.bench.throughput import measure
+from epd.bench.throughput import cost_rows
 from epd.dataplane.select import Choice
 from epd.testing.synthetic import synthetic_item
 
-CONCURRENCY: Final = 64
 _MIB: Final = 1024 * 1024
 
 
@@ -22,18 +21,8 @@ async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for plane in data_planes:
         async with pair(plane, 2, 2 * _MIB, curve=True) as secured, pair(plane, 2, 2 * _MIB) as plain:
-            costs = [
-                (
-                    await measure(secured, transfers, CONCURRENCY),
-                    await measure(plain, transfers, CONCURRENCY),
-                )
-                for _ in range(rounds)
-            ]
+            rows += await cost_rows(f"{plane} zero bytes with CURVE", secured, plain, rounds, transfers)
             latencies = [(await _latency_ms(secured), await _latency_ms(plain)) for _ in range(rounds)]
-        for unit, field in (("us per transfer", "wall_us"), ("CPU us per transfer", "cpu_us")):
-            ours, theirs = zip(*((getattr(a, field), getattr(b, field)) for a, b in costs), strict=True)
-            name = f"{plane} zero bytes with CURVE, {unit}"
-            rows.append(Row(name, 0, CONCURRENCY, unit, "without", [*ours], [*theirs]))
         ours, theirs = zip(*latencies, strict=True)
         rows.append(Row(f"{plane} latency {_MIB} B with CURVE", _MIB, 1, "ms", "without", [*ours], [*theirs]))
     return rows

@@ -7,10 +7,9 @@ from typing import Final
 
 from epd.bench.pair import pair
 from epd.bench.report import Row
-from epd.bench.throughput import measure
+from epd.bench.throughput import cost_rows
 from epd.dataplane.select import Choice
 
-CONCURRENCY: Final = 64
 _REGION_NBYTES: Final = 1024 * 1024
 
 
@@ -22,17 +21,5 @@ async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
             pair(plane, 1, _REGION_NBYTES, metrics=True) as counting,
             pair(plane, 1, _REGION_NBYTES) as silent,
         ):
-            costs = [
-                (
-                    await measure(counting, transfers, CONCURRENCY),
-                    await measure(silent, transfers, CONCURRENCY),
-                )
-                for _ in range(rounds)
-            ]
-        for unit, field in (("us per transfer", "wall_us"), ("CPU us per transfer", "cpu_us")):
-            with_metrics, without = zip(
-                *((getattr(a, field), getattr(b, field)) for a, b in costs), strict=True
-            )
-            name = f"{plane} zero bytes with metrics, {unit}"
-            rows.append(Row(name, 0, CONCURRENCY, unit, "without", [*with_metrics], [*without]))
+            rows += await cost_rows(f"{plane} zero bytes with metrics", counting, silent, rounds, transfers)
     return rows

@@ -10,10 +10,9 @@ from typing import Final
 
 from epd.bench.pair import pair
 from epd.bench.report import Row
-from epd.bench.throughput import measure
+from epd.bench.throughput import cost_rows
 from epd.dataplane.select import Choice
 
-CONCURRENCY: Final = 64
 _REGION_NBYTES: Final = 1024 * 1024
 
 
@@ -26,20 +25,10 @@ async def run(data_planes: list[Choice], *, quick: bool) -> list[Row]:
                 pair(plane, 1, _REGION_NBYTES, trace_folder=folder) as recording,
                 pair(plane, 1, _REGION_NBYTES) as silent,
             ):
-                costs = [
-                    (
-                        await measure(recording, transfers, CONCURRENCY),
-                        await measure(silent, transfers, CONCURRENCY),
-                    )
-                    for _ in range(rounds)
-                ]
+                costs = await cost_rows("", recording, silent, rounds, transfers)
             written = _nbytes(folder) / (rounds * transfers)
-        for unit, field in (("us per transfer", "wall_us"), ("CPU us per transfer", "cpu_us")):
-            with_trace, without = zip(
-                *((getattr(a, field), getattr(b, field)) for a, b in costs), strict=True
-            )
-            name = f"{plane} zero bytes recorded in {written:.0f} B, {unit}"
-            rows.append(Row(name, 0, CONCURRENCY, unit, "without", [*with_trace], [*without]))
+        name = f"{plane} zero bytes recorded in {written:.0f} B"
+        rows += [row._replace(name=f"{name}, {row.unit}") for row in costs]
     return rows
 
 

@@ -17,7 +17,8 @@ from epd.bench.report import Row, cpu_s
 from epd.dataplane.select import Choice
 from epd.testing.synthetic import synthetic_item
 
-CONCURRENCY: Final = (1, 64)
+_MANY: Final = 64
+CONCURRENCY: Final = (1, _MANY)
 
 
 class Cost(NamedTuple):
@@ -99,3 +100,16 @@ def _bare() -> Iterator[tuple[str, int]]:
         process.stdin.close()
         process.wait(30)
         process.stdout.close()
+
+
+async def cost_rows(name: str, ours: Pair, without: Pair, rounds: int, transfers: int) -> list[Row]:
+    """Wall and CPU time of zero-byte transfers by a pair with something, beside one without, in turns."""
+    costs = [
+        (await measure(ours, transfers, _MANY), await measure(without, transfers, _MANY))
+        for _ in range(rounds)
+    ]
+    rows: list[Row] = []
+    for unit, field in (("us per transfer", "wall_us"), ("CPU us per transfer", "cpu_us")):
+        values, beside = zip(*((getattr(a, field), getattr(b, field)) for a, b in costs), strict=True)
+        rows.append(Row(f"{name}, {unit}", 0, _MANY, unit, "without", [*values], [*beside]))
+    return rows
