@@ -1,5 +1,6 @@
 """`epd`: the commands for people. A command that is not used is not imported."""
 
+import errno
 import importlib
 import logging
 import sys
@@ -22,6 +23,9 @@ _COMMANDS: Final = {
     "send": ("epd.cli.send", "send_command"),
     "trace": ("epd.cli.trace", "trace_command"),
 }
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write to standard output says when the file under it cannot grow."""
 
 
 class _Commands(click.Group):
@@ -57,6 +61,11 @@ def run_command(command: click.Command) -> int:
     except EpdError as error:
         click.echo(f"{error.code}: {error.message}", err=True)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        click.echo(f"{command.name}: output cannot be written: {error.strerror}", err=True)
+        return 1
 
 
 def main() -> None:

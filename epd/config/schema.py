@@ -266,7 +266,14 @@ def convert(key: str, value: Any) -> Any:
     try:
         return msgspec.convert(value, KEYS[key].type)
     except msgspec.ValidationError:
-        raise wrong(key, repr(value), KEYS[key].allowed) from None
+        raise wrong(key, _shown(value), KEYS[key].allowed) from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # hexadecimal, with more digits than Python writes in decimal
+        return "a number of thousands of digits"
 
 
 def build(given: Mapping[str, Any]) -> Config:

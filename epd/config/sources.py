@@ -107,7 +107,7 @@ def _file(path: str | os.PathLike[str]) -> dict[str, Given]:
         table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror or error}", key="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of the syntax, the encoding, or the parser's own limits
         raise ConfigError(f"{name}: not TOML: {error}", key="config") from None
     values: dict[str, Any] = {}
     _flatten(table, "", values)
@@ -174,5 +174,5 @@ def _parse(key: str, text: str) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text

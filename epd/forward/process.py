@@ -177,6 +177,7 @@ class ProcessWorker:
                 pass_fds=(theirs.fileno(), node_pidfd, *(region.fd for region in self._regions)),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stdout is the command's: a model's chatter goes to stderr
+                cwd=_working_directory(),
                 env=self._environment(),
             )
             undo.callback(process.wait)
@@ -189,7 +190,8 @@ class ProcessWorker:
     def _environment(self) -> dict[str, str]:
         """Of the node, with the node's import path and the worker's own number of threads."""
         threads = str(self._num_threads)
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        here = _working_directory() or os.getcwd()
+        path = os.pathsep.join(entry or here for entry in sys.path)
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
     def _on_death(self) -> None:
@@ -266,6 +268,15 @@ class ProcessWorker:
                 self._failures = 0
                 results = [ItemResult(answer.error, answer.digest) for answer in message.answers]
                 self._events.batch_ended(message.batch, results)
+
+
+def _working_directory() -> str | None:
+    """The node's own (None), or the root where that was removed: no interpreter starts in what is gone."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
 
 
 def _region_fd(region: Region) -> m.RegionFd:

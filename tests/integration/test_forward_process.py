@@ -166,6 +166,23 @@ def vision() -> Iterator[Node]:
     node.close()
 
 
+# -- starting ------------------------------------------------------------------------------------
+
+
+def test_a_worker_starts_where_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    node = Node(ECHO)
+    try:
+        assert node.event() == Ready()
+    finally:
+        node.close()
+
+
 # -- results -------------------------------------------------------------------------------------
 
 

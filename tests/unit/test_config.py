@@ -237,6 +237,9 @@ def test_an_address_that_is_none_is_refused_under_its_key() -> None:
     ("text", "message"),
     [
         ("role = ", "not TOML"),
+        ("metrics_port = " + "1" * 5000, "not TOML"),
+        ("metrics_port = 0x" + "f" * 5000, "metrics_port: a number of thousands of digits given"),
+        ("encoders = " + "[" * 5000, "not TOML"),
         ("[timeouts]\nrom_s = 1", "timeouts.rom_s: unknown key; did you mean timeouts.room_s?"),
         ("[timeout]\nroom_s = 1", "timeout: unknown key; did you mean timeouts?"),
         ("timeouts = 5", "timeouts: 5 given, allowed is a table [timeouts]"),

@@ -95,6 +95,11 @@ def test_blanks_and_a_trailing_comma_in_a_list_do_not_count() -> None:
         ),
         ("EPD_POOL__REGIONS", "many", "pool.regions: 'many' given, allowed is an integer from 1 to 1_024"),
         ("EPD_INSECURE", "yes", "insecure: 'yes' given, allowed is true or false"),
+        (
+            "EPD_POOL__REGIONS",
+            "1" * 5000,
+            f"pool.regions: '{'1' * 5000}' given, allowed is an integer from 1 to 1_024",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_variable_is_one_line(name: str, text: str, message: str) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from epd.cli.main import run_command
 from epd.observe.log import (
     LogFormat,
     LogWriter,
@@ -174,3 +176,17 @@ def test_an_embedding_process_that_configured_no_logs_sees_only_warnings(
     assert capsys.readouterr().out == ""
     log_transfer_ended(request="bad", outcome="deadline", **ended)
     assert "bad" in capsys.readouterr().out
+
+
+def test_output_that_a_full_disk_cannot_hold_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["shout"])
+
+    @click.command("shout")
+    def shout() -> None:
+        with open("/dev/full", "w") as full:
+            full.write("unwritten")
+
+    assert run_command(shout) == 1
+    assert capfd.readouterr().err == "shout: output cannot be written: No space left on device\n"
