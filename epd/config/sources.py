@@ -7,6 +7,7 @@ as it is, a list is separated by commas, and everything else is written as in TO
 
 import os
 import re
+import select
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
@@ -24,6 +25,8 @@ _INJECTED: Final = re.compile(
     r"EPD(_[A-Z0-9_]+?)??_(?:(?P<host>SERVICE_HOST)|(?P<number>SERVICE_PORT(_[A-Z0-9_]+)?)"
     r"|(?P<url>PORT(_\d+_(TCP|UDP|SCTP))?)|(?P<part>PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)))"
 )
+_MAX_FILE_NBYTES: Final = 1024 * 1024
+_READ_S: Final = 5.0
 _INJECTED_URL: Final = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
 
@@ -102,8 +105,7 @@ def _settings(given: Mapping[str, Given]) -> Settings:
 def _file(path: str | os.PathLike[str]) -> dict[str, Given]:
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
-            text = file.read().decode()
+        text = _read(name).decode()
         table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror or error}", key="config") from None
@@ -115,6 +117,21 @@ def _file(path: str | os.PathLike[str]) -> dict[str, Given]:
     return {
         key: Given(value, f"{name}:{lines[key]}" if key in lines else name) for key, value in values.items()
     }
+
+
+def _read(name: str) -> bytes:
+    """At most `_MAX_FILE_NBYTES`. A pipe that nobody writes to is given up: a node must not hang at start."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb", buffering=0) as file:
+        read = bytearray()
+        while len(read) <= _MAX_FILE_NBYTES:
+            if not select.select([file], [], [], _READ_S)[0]:
+                raise OSError(f"nothing came within {_READ_S:g} s")
+            part = file.read(65_536)
+            if not part:
+                return bytes(read)
+            read += part
+    raise OSError(f"more than {_MAX_FILE_NBYTES} B")
 
 
 def _flatten(table: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Settings: where they come from, what is refused, and that the refusal teaches."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,25 @@ def test_a_file_that_cannot_be_read_is_named(toml: Path) -> None:
     assert refusal({}, toml) == f"{toml}: cannot be read: No such file or directory"
     toml.write_bytes(b"\xff")
     assert refusal({}, toml).startswith(f"{toml}: not TOML: ")
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    assert refusal({}, Path("/dev/zero")) == "/dev/zero: cannot be read: more than 1048576 B"
+
+
+def test_a_pipe_is_read_to_its_end_and_one_that_nobody_writes_to_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.config.sources._READ_S", 0.05)
+    fifo = tmp_path / "fifo.toml"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(fifo, os.O_WRONLY)
+    assert refusal({}, fifo) == f"{fifo}: cannot be read: nothing came within 0.05 s"
+    os.write(writer, b'role = "encoder"\n')
+    os.close(writer)
+    assert load_config(fifo, {}).role == "encoder"
+    os.close(reader)
 
 
 def test_the_worker_has_the_threads_it_was_given_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
