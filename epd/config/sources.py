@@ -8,6 +8,7 @@ as it is, a list is separated by commas, and everything else is written as in TO
 import os
 import re
 import select
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
@@ -123,14 +124,17 @@ def _read(name: str) -> bytes:
     """At most `_MAX_FILE_NBYTES`. A pipe that nobody writes to is given up: a node must not hang at start."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb", buffering=0) as file:
-        read = bytearray()
+        is_pipe, read = stat.S_ISFIFO(os.fstat(descriptor).st_mode), bytearray()
         while len(read) <= _MAX_FILE_NBYTES:
-            if not select.select([file], [], [], _READ_S)[0]:
-                raise OSError(f"nothing came within {_READ_S:g} s")
             part = file.read(65_536)
-            if not part:
+            if part:
+                read += part
+            elif part is not None and (read or not is_pipe):
                 return bytes(read)
-            read += part
+            elif not select.select([file], [], [], _READ_S)[0]:  # no writer yet, or none that says anything
+                raise OSError(f"nothing came within {_READ_S:g} s")
+            elif part is not None:
+                is_pipe = False  # a writer came, or went without a word: the next end is the end
     raise OSError(f"more than {_MAX_FILE_NBYTES} B")
 
 
