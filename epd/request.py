@@ -12,7 +12,7 @@ import structlog
 
 from epd.encoders.media import DEFAULT_RULES, PictureRules, probe_image
 from epd.memory.region import DeviceView, View
-from epd.memory.tensors import as_tensor
+from epd.memory.tensors import as_tensor, new_event
 from epd.protocol.errors import EpdError, MediaInvalid
 from epd.protocol.messages import AuxTensor, EmbeddingSpec, Item, Probe, WantedDType
 
@@ -192,7 +192,7 @@ class Delivery:
 def _fence(device: str, stream: Any) -> Fence:
     import torch
 
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = new_event()
     event.record(stream or torch.cuda.current_stream(device))
     fence: Fence = event
     return fence

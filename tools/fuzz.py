@@ -112,8 +112,9 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 
 def hello(node: str = "fuzz") -> Hello:
     limits = PeerLimits(128, 1 << 20, 1 << 20)
-    who = (NodeId(node), Incarnation(7), "prefill")
-    return Hello(*who, PROTOCOL_VERSION, LOGIC_VERSION, "", "shm", "x", limits)  # type: ignore[arg-type]
+    return Hello(
+        NodeId(node), Incarnation(7), "prefill", PROTOCOL_VERSION, LOGIC_VERSION, "", "shm", "x", limits
+    )
 
 
 def messages() -> list[AnyMessage]:

@@ -252,7 +252,7 @@ class PushedReads(Actor[ReaderMail]):
     @property
     def windows(self) -> dict[str, int]:
         """Windows by what is being done with them."""
-        states = [type(self._windows.state(session)) for session in self._windows.keys()]  # noqa: SIM118
+        states = [type(state) for state in self._windows.states()]
         return {
             "granted": sum(state in (push.Granted, push.Writing) for state in states),
             "revoking": states.count(push.Revoking),
@@ -262,7 +262,7 @@ class PushedReads(Actor[ReaderMail]):
     @property
     def quarantined_nbytes(self) -> int:
         """Of slots that only the revoking of a window will give back, or nothing."""
-        states = [self._windows.state(session) for session in self._windows.keys()]  # noqa: SIM118
+        states = self._windows.states()
         lost = [s.writes for s in states if isinstance(s, push.Revoking | push.Held)]
         doubted = [s.doubted for s in states if isinstance(s, push.Writing)]
         asked = [self._writes.get(write) for writes in (*lost, *doubted) for write in writes]

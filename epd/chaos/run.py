@@ -18,7 +18,7 @@ from epd.chaos.oracle import Oracle, embedding_request
 from epd.chaos.schedule import MAX_REQUEST_NBYTES, Fault, Request
 from epd.config import load_config
 from epd.dataplane.faulty import FaultyPlane, Rates
-from epd.dataplane.select import open_plane
+from epd.dataplane.select import Choice, open_plane
 from epd.node import PrefillNode
 from epd.protocol.errors import EpdError
 from epd.request import Delivery
@@ -41,7 +41,7 @@ _SPARE_DESCRIPTORS: Final = 16
 class Options(NamedTuple):
     seed: int
     requests: int
-    data_plane: str
+    data_plane: Choice
     verify: str
 
 
@@ -164,7 +164,7 @@ async def run(options: Options, log: IO[bytes]) -> dict[str, Any]:
     await _start_threads()
     start_s = time.monotonic()
     async with running(options.data_plane, log) as cluster:
-        plane = FaultyPlane(open_plane(options.data_plane, "127.0.0.1"), seed=options.seed)  # type: ignore[arg-type]
+        plane = FaultyPlane(open_plane(options.data_plane, "127.0.0.1"), seed=options.seed)
         config = load_config(
             None,
             {

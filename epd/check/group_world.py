@@ -5,7 +5,7 @@ or the attempt's end, sessions end. Each rank reads for itself; what a rank and 
 arrives in order. A request has one picture. When a rank is lost, all start again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -28,7 +28,17 @@ from epd.check.setup import Setup, picture, spec_of
 from epd.protocol import group, rank, slots
 from epd.protocol import messages as m
 from epd.protocol import prefill_types as t
-from epd.protocol.ids import Incarnation, LeaseId, Part, ReadId, RegionId, Seal, SessionId, TransferId
+from epd.protocol.ids import (
+    Attempt,
+    Incarnation,
+    LeaseId,
+    Part,
+    ReadId,
+    RegionId,
+    Seal,
+    SessionId,
+    TransferId,
+)
 from epd.protocol.machine import Effect, Event, TimerExpired
 
 GROUP = Incarnation(9)
@@ -78,7 +88,7 @@ class GroupState(NamedTuple):
 class GroupWorld:
     """Explorable; `setup` gives the requests, the pool, the attempts and the faults."""
 
-    def __init__(self, setup: Setup, patches: dict[str, Patch] | None = None) -> None:
+    def __init__(self, setup: Setup, patches: Mapping[str, Patch] | None = None) -> None:
         self.setup = setup
         self.machines = Machines(shipped(setup.attempts), patches or {})
         self.longest_queue = 0
@@ -300,7 +310,7 @@ class _Node:
         attempt, _ = self._asked[transfer]
         self._asked[transfer] = (attempt, "sized")
         spec = spec_of(self._setup, 0)
-        sized = t.MetadataReceived(SessionId(self._session), Part(0), attempt, (spec,))  # type: ignore[arg-type]
+        sized = t.MetadataReceived(SessionId(self._session), Part(0), Attempt(attempt), (spec,))
         self._requests.feed(transfer, sized)
 
     def on_ready(self, transfer: int) -> None:
@@ -312,7 +322,7 @@ class _Node:
         lease = LeaseId(transfer + 1)
         self._requests.feed(
             transfer,
-            t.SourcesReady(SessionId(self._session), Part(0), attempt, lease, 0, (ready,), True),  # type: ignore[arg-type]
+            t.SourcesReady(SessionId(self._session), Part(0), Attempt(attempt), lease, 0, (ready,), True),
         )
 
     def on_read_ends(self, number: int, read: int, outcome: str) -> None:

@@ -4,7 +4,8 @@ Every mutation takes one rule away, from a machine's handler (a patch) or from t
 and names the smallest world in which that shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
@@ -30,7 +31,7 @@ class Mutation(NamedTuple):
     name: str
     invariant: str
     setup: Setup
-    patches: dict[str, Patch] = {}  # noqa: RUF012 - never changed
+    patches: Mapping[str, Patch] = MappingProxyType({})
     world: str = "nodes"
     liveness: bool = True
     """False: ask only what holds in every state."""

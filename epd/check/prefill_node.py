@@ -206,7 +206,7 @@ class PrefillNode:
     def _on_cancel(self, transfer: int) -> None:
         self._requests.feed(transfer, t.CancelWanted())
 
-    def _on_piece(self, read: int, index: int, outcome: str, cell: int, seal: int) -> None:
+    def _on_piece(self, read: int, index: int, outcome: reads.PieceOutcome, cell: int, seal: int) -> None:
         """One piece ends; if it is done, what the encoder's memory holds now lands in our slot."""
         entry = self._reads[read]
         if outcome == "done":
@@ -216,7 +216,7 @@ class PrefillNode:
             self._memory[entry.slot] = tuple(cells)
             if "early seal" in self._setup.broken and not entry.early_seal:
                 self._reads[read] = entry._replace(early_seal=seal)
-        self._feed_read(read, reads.PieceEnded(index, outcome))  # type: ignore[arg-type]
+        self._feed_read(read, reads.PieceEnded(index, outcome))
 
     def _on_seal(self, read: int, seal: int) -> None:
         self._feed_read(read, reads.SealRead(seal or None))

@@ -60,7 +60,7 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from epd.check.explorer import Explorable, settle_path
@@ -86,7 +86,7 @@ class Playable(Explorable, Protocol):
     def told(self, state: Any) -> tuple[tuple[str, ...], ...]: ...
 
 
-WORLDS: Final[dict[str, Callable[[Setup, dict[str, Patch] | None], Playable]]] = {
+WORLDS: Final[dict[str, Callable[[Setup, Mapping[str, Patch] | None], Playable]]] = {
     "nodes": World,
     "group": GroupWorld,
     "sessions": SessionWorld,
@@ -154,7 +154,7 @@ def render_setup(setup: Setup, world: str = "nodes") -> str:
     return " ".join(words)
 
 
-def parse_world(line: str, patches: dict[str, Patch] | None = None) -> Playable:
+def parse_world(line: str, patches: Mapping[str, Patch] | None = None) -> Playable:
     """The world that a `world` command asks for; nothing bounds its faults."""
     setup = Setup((), ALL, 10**6)
     kind = "nodes"
@@ -222,7 +222,7 @@ def parse_move(line: str) -> tuple[Any, ...]:
     return tuple(words)
 
 
-def run(lines: Iterable[str], patches: dict[str, Patch] | None = None) -> Iterator[str]:
+def run(lines: Iterable[str], patches: Mapping[str, Patch] | None = None) -> Iterator[str]:
     """The script with the outcome that it has now, of the machines as shipped, unless patched.
 
     Raises `ScriptError`."""
@@ -247,7 +247,7 @@ def run(lines: Iterable[str], patches: dict[str, Patch] | None = None) -> Iterat
 
 
 def script_of(
-    setup: Setup, trace: Sequence[Move], *, world: str = "nodes", patches: dict[str, Patch] | None = None
+    setup: Setup, trace: Sequence[Move], *, world: str = "nodes", patches: Mapping[str, Patch] | None = None
 ) -> list[str]:
     """A script that makes these moves, with their outcome: of the machines as shipped, unless patched."""
     player = _Player(WORLDS[world](setup._replace(kinds=ALL, faults=10**6), patches))

@@ -5,7 +5,7 @@ acts on must be what its peer sent in that session, in order, once (I8): this is
 which `world.py` explores the rest. Messages are numbers, from 1 in each session and direction.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
@@ -66,7 +66,7 @@ class SessionsState(NamedTuple):
 class SessionWorld:
     """Explorable. `setup.attempts` bounds the sessions, `setup.faults` what goes wrong."""
 
-    def __init__(self, setup: Setup, patches: dict[str, Patch] | None = None) -> None:
+    def __init__(self, setup: Setup, patches: Mapping[str, Patch] | None = None) -> None:
         self.setup = setup
         self.machines = Machines(shipped(setup.attempts), patches or {})
         self.longest_queue = 0

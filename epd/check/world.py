@@ -11,7 +11,7 @@ any prefix of what was on its way, and the prefill node dials again. The *hostil
 and reorders.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -72,7 +72,7 @@ class Interned:
 class World:
     """`patches` wraps machines' steps by name: how a bug is seeded."""
 
-    def __init__(self, setup: Setup, patches: dict[str, Patch] | None = None) -> None:
+    def __init__(self, setup: Setup, patches: Mapping[str, Patch] | None = None) -> None:
         self.setup = setup
         self.kinds = shipped(setup.attempts)
         self.machines = Machines(self.kinds, patches or {})

@@ -11,6 +11,7 @@ import click
 import uvloop
 
 from epd.chaos.run import Options, run
+from epd.dataplane.select import Choice
 
 
 @click.command("chaos")
@@ -25,7 +26,7 @@ from epd.chaos.run import Options, run
     help="off: what happens without the seals.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def chaos_command(seed: int | None, requests: int, data_plane: str, verify: str, as_json: bool) -> None:
+def chaos_command(seed: int | None, requests: int, data_plane: Choice, verify: str, as_json: bool) -> None:
     """Send requests while encoders are killed, stopped and cut off, frames are lost and doubled, sources are
     reused too early and the pool is short. Exit status 1 if a request was lost, a byte wrong or anything
     left behind."""

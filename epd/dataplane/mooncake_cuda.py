@@ -36,7 +36,7 @@ from epd.dataplane.handover import Handover, map_handed_over
 from epd.dataplane.mappings import LocalMemory, OwnRegion, PeerMemory, allocate_shared
 from epd.dataplane.mooncake import OPEN_TIMEOUT_S, MooncakePlane, Peer
 from epd.memory.region import HOST, DeviceView, Region
-from epd.memory.tensors import as_tensor, device_digest
+from epd.memory.tensors import as_tensor, device_digest, new_stream
 from epd.protocol.errors import DataPlaneError
 from epd.protocol.ids import RegionId, Seal, SessionId
 from epd.protocol.messages import RegionDescriptor
@@ -153,7 +153,7 @@ class MooncakeCudaPlane(MooncakePlane):
         import torch
 
         if self._digest_stream is None:
-            self._digest_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._digest_stream = new_stream(self.device)
         with torch.cuda.stream(self._digest_stream):  # not behind what the consumer has queued
             return device_digest(as_tensor(DeviceView(address, nbytes, self.device, self)))
 

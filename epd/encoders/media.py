@@ -5,7 +5,7 @@ orientation from the same place, the metadata that stand before the pixels. Colo
 applied. Needs Pillow (extra `hf`), imported at the first picture.
 """
 
-import contextlib
+import importlib
 import io
 from typing import TYPE_CHECKING, Final
 
@@ -83,11 +83,14 @@ def open_image(data: bytes | memoryview, name: str = "image", rules: PictureRule
 def _open(data: bytes | memoryview, name: str, rules: PictureRules) -> "tuple[Image, int]":
     """The picture, header read and limits checked, and its EXIF orientation (1: upright)."""
     try:
-        from PIL import Image, UnidentifiedImageError, WebPImagePlugin  # noqa: F401 (registers WEBP)
+        from PIL import Image, UnidentifiedImageError
+
+        importlib.import_module("PIL.WebPImagePlugin")  # each registers its format
+        importlib.import_module("PIL.AvifImagePlugin")
     except ImportError:
-        raise ConfigError("pictures need Pillow: install the extra `hf`", key="encoder") from None
-    with contextlib.suppress(ImportError):
-        from PIL import AvifImagePlugin  # noqa: F401 (registers AVIF)
+        raise ConfigError(
+            "pictures need Pillow from 11.3 on: install the extra `hf`", key="encoder"
+        ) from None
 
     if len(data) == 0:
         raise MediaInvalid(f"{name}: empty, 0 B", name=name)

@@ -24,7 +24,7 @@ from epd.forward.base import ForwardItem, ItemResult, WorkerEvents
 from epd.forward.batches import BatchRunner, describe, failed
 from epd.forward.process import backoff_s
 from epd.memory.region import HOST, Region
-from epd.memory.tensors import as_tensor, device_digest
+from epd.memory.tensors import as_tensor, device_digest, new_event, new_stream
 from epd.protocol.errors import ForwardFailed
 
 _log = structlog.get_logger()
@@ -43,7 +43,7 @@ class Stream:
             import torch
 
             torch.cuda.set_device(device)  # of this thread only
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = new_stream(device)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -58,10 +58,8 @@ class Stream:
     def wait(self) -> None:
         """Until all that was queued has been done. Raises what went wrong there."""
         if self._stream is not None:
-            import torch
-
             # Blocking, not spinning: the interpreter and the core are the node's meanwhile.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event = new_event(blocking=True)
             event.record(self._stream)
             event.synchronize()
 

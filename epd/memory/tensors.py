@@ -8,7 +8,7 @@ for a processor's registers would leave a GPU idle; this is a few passes of ordi
 
 import functools
 import hashlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from epd.memory.region import HOST, View
 
@@ -35,6 +35,22 @@ def as_tensor(view: View) -> "torch.Tensor":
         return whole[view.start : view.start + view.nbytes]
     # Not once per part: torch forgets to let go of about 160 bytes at each.
     return torch.as_tensor(view, device=view.device)
+
+
+def new_stream(device: str) -> Any:
+    """A CUDA stream of its own. (torch says nothing of its type.)"""
+    import torch
+
+    cuda: Any = torch.cuda
+    return cuda.Stream(device)
+
+
+def new_event(*, blocking: bool = False) -> Any:
+    """A CUDA event of the current device; `blocking`: who waits for it sleeps."""
+    import torch
+
+    cuda: Any = torch.cuda
+    return cuda.Event(blocking=blocking)
 
 
 def host_bytes(view: View) -> memoryview:

@@ -14,7 +14,6 @@ from epd.observe.families import Histogram, Sample, known_code, samples
 from epd.protocol import encoder, jobs, session, slots, sources
 from epd.protocol import prefill_types as t
 from epd.protocol.ids import ReadId
-from epd.protocol.machine import Effect, Event
 
 _STATES: Final = ("requested", "metadata", "buffer-registered", "forward-done", "rdma-written", "consumed")
 _REQUESTED, _METADATA, _BUFFER_REGISTERED, _FORWARD_DONE, _RDMA_WRITTEN, _CONSUMED = range(6)
@@ -86,7 +85,7 @@ class StepMetrics:
     # -- transfers ---------------------------------------------------------------------------
 
     def saw_prefill(
-        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+        self, key: Hashable, before: Any, after: Any, event: Any, now_s: float, effects: tuple[Any, ...]
     ) -> None:
         state = type(after)
         if not effects and state is type(before) and type(event) is not t.MetadataReceived:
@@ -102,7 +101,7 @@ class StepMetrics:
         for effect in effects:
             kind = type(effect)
             if kind is t.SendEncodeRequest:
-                self._retries += effect.attempt > 1  # type: ignore[attr-defined]  # its type was asked
+                self._retries += effect.attempt > 1
             elif kind is t.StartRead:
                 self._reach(key, entry, _FORWARD_DONE, now_s)
             elif kind is t.Deliver:
@@ -110,10 +109,10 @@ class StepMetrics:
                 if entry is not None:
                     self._durations.observe(now_s - entry.started_s)
             elif kind is t.FailRequest:
-                self._outcomes[known_code(effect.error.code)] += 1  # type: ignore[attr-defined]
+                self._outcomes[known_code(effect.error.code)] += 1
 
     def saw_encoder(
-        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+        self, key: Hashable, before: Any, after: Any, event: Any, now_s: float, effects: tuple[Any, ...]
     ) -> None:
         entry = self._transfers.get(key)
         for effect in effects:
@@ -121,7 +120,7 @@ class StepMetrics:
             if kind is encoder.SendForwardDone:
                 self._reach(key, entry, _FORWARD_DONE, now_s)
             elif kind is encoder.AttemptEnded:
-                outcome = effect.outcome  # type: ignore[attr-defined]  # its type was asked
+                outcome = effect.outcome
                 self._outcomes[known_code(outcome)] += 1
                 if outcome == "received" and entry is not None:
                     self._durations.observe(now_s - entry.started_s)
@@ -156,7 +155,7 @@ class StepMetrics:
     # -- memory and reads --------------------------------------------------------------------
 
     def saw_slots(
-        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+        self, key: Hashable, before: Any, after: Any, event: Any, now_s: float, effects: tuple[Any, ...]
     ) -> None:
         if type(after) is not type(before):
             self._move(key, _slot_state(before), _slot_state(after))
@@ -178,7 +177,7 @@ class StepMetrics:
                 self._mismatches[peer, _CHECKS[event.outcome]] += 1
 
     def saw_sources(
-        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+        self, key: Hashable, before: Any, after: Any, event: Any, now_s: float, effects: tuple[Any, ...]
     ) -> None:
         if after is not before:
             was, now = _source_state(before), _source_state(after)
@@ -199,7 +198,7 @@ class StepMetrics:
     # -- jobs --------------------------------------------------------------------------------
 
     def saw_jobs(
-        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+        self, key: Hashable, before: Any, after: Any, event: Any, now_s: float, effects: tuple[Any, ...]
     ) -> None:
         was, now = type(before), type(after)
         if was is not now:
@@ -213,7 +212,7 @@ class StepMetrics:
         elif kind is jobs.ForwardStarted:
             self._forward_started_s[key] = now_s
         elif kind is jobs.ForwardEnded:
-            error = event.error  # type: ignore[attr-defined]  # its type was asked
+            error = event.error
             self._forwards["ok" if error is None else known_code(error.code)] += 1
             started_s = self._forward_started_s.pop(key, None)
             if started_s is not None:
@@ -222,7 +221,7 @@ class StepMetrics:
     # -- sessions ----------------------------------------------------------------------------
 
     def saw_session(
-        self, key: Hashable, before: Any, after: Any, event: Event, now_s: float, effects: tuple[Effect, ...]
+        self, key: Hashable, before: Any, after: Any, event: Any, now_s: float, effects: tuple[Any, ...]
     ) -> None:
         if type(event) is session.Dialled:
             # Kept after the session's end: its reads end later. Bounded, as a dead peer is dialled for ever.

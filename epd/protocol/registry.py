@@ -22,7 +22,7 @@ class MachineModule(Protocol):
     def INITIAL(self) -> Any: ...  # noqa: N802 - the names of the module
 
     @property
-    def AnyState(self) -> Any: ...  # noqa: N802
+    def AnyState(self) -> Any: ...  # noqa: N802 - as above
 
     @property
     def AnyEvent(self) -> Any: ...  # noqa: N802

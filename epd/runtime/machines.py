@@ -132,6 +132,10 @@ class MachineTable:
         """Keys that have an entry, oldest first; a copy."""
         return tuple(self._entries)
 
+    def states(self) -> tuple[Any, ...]:
+        """Of all keys that have an entry, oldest first; a copy."""
+        return tuple(entry.state for entry in self._entries.values())
+
     def state(self, key: Hashable) -> Any:
         """The state of `key`, `INITIAL` if it has no entry."""
         entry = self._entries.get(key)

@@ -29,6 +29,7 @@ from epd.protocol.ids import (
 )
 from epd.protocol.machine import Effect, Event, TimerExpired
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, Probe, Source
+from epd.protocol.registry import MACHINES
 from epd.protocol.trace import TraceHeader
 from epd.testing.virtual_clock import VirtualClock
 
@@ -36,6 +37,8 @@ PartKey = tuple[SessionId, TransferId, Part]
 Key = TransferId | PartKey
 
 _DEADLINE_S: Final = 60.0
+_REQUEST: Final = MACHINES["prefill"].module
+_PART: Final = MACHINES["encoder"].module
 _WISHES: Final = (p.AskRoom, p.ChooseEncoder, p.StartRead, p.Deliver, e.TellGranted, e.PinSource)
 _MESSAGES: Final = (
     p.SendEncodeRequest,
@@ -185,7 +188,7 @@ class MachinePair:
         """Any event, to a request machine."""
         before = self.requests.get(transfer, prefill_machine.INITIAL)
         now_s = self.clock.now_s()
-        after, effects = prefill_machine.step(before, event, now_s, self._limits)  # type: ignore[arg-type]
+        after, effects = _REQUEST.step(before, event, now_s, self._limits)
         self._note(0, "prefill", transfer, event, effects, before, after)
         _keep(self.requests, transfer, after)
         self._perform(transfer, effects)
@@ -193,7 +196,7 @@ class MachinePair:
     def feed_part(self, key: PartKey, event: Event) -> None:
         """Any event, to a part's machine of the encoder."""
         before = self.parts.get(key, e.INITIAL)
-        after, effects = e.step(before, event, self.clock.now_s(), e.Limits())  # type: ignore[arg-type]
+        after, effects = _PART.step(before, event, self.clock.now_s(), e.Limits())
         self._note(1, "encoder", key, event, effects, before, after)
         _keep(self.parts, key, after)
         self._perform(key, effects)

@@ -12,7 +12,8 @@ from epd.protocol.messages import DType, EmbeddingSpec, Probe
 from epd.request import ImageItem
 
 _STAMP = struct.Struct("<d")
-_device = "cpu"
+_loaded = {"device": "cpu"}
+"""Of the encoder of plain functions: where its model is."""
 
 
 def pattern_item(nbytes: int, nonce: int, kind: bytes = b"device") -> ImageItem:
@@ -50,14 +51,13 @@ def plan(probe: Probe, dtype: DType) -> EmbeddingSpec:
 
 
 def load(num_threads: int, device: str) -> None:
-    global _device  # noqa: PLW0603 (an encoder of plain functions)
-    _device = device
+    _loaded["device"] = device
 
 
 def load_on_gpu(num_threads: int, device: str) -> None:
     """Whatever the node's device: what it makes is then copied to the host by the worker."""
     load(num_threads, "cuda:0")
-    pattern(1 << 20, 0, _device)
+    pattern(1 << 20, 0, _loaded["device"])
 
 
 def preprocess(item: MediaItem) -> tuple[int, int, bytes]:
@@ -68,10 +68,10 @@ def preprocess(item: MediaItem) -> tuple[int, int, bytes]:
 def forward(batch: list[tuple[int, int, bytes]]) -> list[torch.Tensor]:
     results = []
     for nbytes, nonce, kind in batch:
-        made = pattern(nbytes, nonce, _device)
+        made = pattern(nbytes, nonce, _loaded["device"])
         if kind == b"host":
             made = made.cpu()
-        elif _device != "cpu":
+        elif _loaded["device"] != "cpu":
             torch.cuda.current_stream().synchronize()
         stamp = torch.frombuffer(bytearray(_STAMP.pack(time.monotonic())), dtype=torch.int32)
         made[:2].copy_(stamp)

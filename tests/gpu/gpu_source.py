@@ -16,23 +16,24 @@ import threading
 import torch
 
 from epd.dataplane.mooncake_cuda import MooncakeCudaPlane
+from epd.memory.region import Region
 from epd.memory.tensors import as_tensor
 from epd.protocol.ids import Seal
 from epd.protocol.sources import seal_offset
 
 
-def rewrite(region: object, nbytes: int, kind: str, end: threading.Event) -> None:
-    words = as_tensor(region.part(0, nbytes)).view(torch.int32)  # type: ignore[attr-defined]
+def rewrite(region: Region, nbytes: int, kind: str, end: threading.Event) -> None:
+    words = as_tensor(region.part(0, nbytes)).view(torch.int32)
     at, number = seal_offset(nbytes), 1
     while not end.is_set():
         if kind == "honest":
-            region.write_seal(at, Seal(number + 1))  # type: ignore[attr-defined]
+            region.write_seal(at, Seal(number + 1))
         number += 2
         words.fill_(number)
         torch.cuda.current_stream().synchronize()
         if kind == "late":
             end.wait(1e-3)
-        region.write_seal(at, Seal(number))  # type: ignore[attr-defined]
+        region.write_seal(at, Seal(number))
         if kind == "still":
             return
         end.wait(random.uniform(0, 400e-6))

@@ -7,6 +7,7 @@ Each figure stands beside its reference of the same rounds; cells are min, media
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -36,6 +37,7 @@ from epd.request import Delivery, EmbeddingRequest, ImageItem
 DEVICE = "cuda:0"
 SIZES = (65_536, 19_300_000, 154_300_000)
 DELIVERY_WAIT_S = 60.0
+SAMPLE_S = 5.0
 
 
 def spread(values_s: list[float]) -> dict[str, float]:
@@ -142,7 +144,7 @@ async def from_forward_to_delivery(repetitions: int) -> list[dict[str, Any]]:
                         ours.append(took_s)
                         theirs.append(staged_s - made_s)
                         on_gpu.append(arrived_s - made_s)
-                    await asyncio.sleep(0.02)  # tidy: a pause between measurements
+                    await asyncio.sleep(0.02)  # tidy: what the last one set going ends before the next
                 rows.append(
                     {
                         "size_bytes": size,
@@ -288,7 +290,7 @@ async def soak(seconds: float, out: Path) -> None:
     chance = random.Random(2)
     samples: list[dict[str, Any]] = []
     counts = {"delivered": 0, "cancelled": 0, "failed": 0, "wrong": 0, "bytes": 0}
-    start_s = time.monotonic()
+    start_s, is_over = time.monotonic(), asyncio.Event()
     with encoder() as process:
         async with prefill([process], pool__regions=2, pool__region_nbytes=128 * MIB) as node:
 
@@ -317,13 +319,19 @@ async def soak(seconds: float, out: Path) -> None:
                     delivery.release()
 
             async def sampler() -> None:
-                while time.monotonic() - start_s < seconds:
+                while not is_over.is_set():
                     there = await asyncio.to_thread(process.ask, "memory")
                     at_s = round(time.monotonic() - start_s, 1)
                     samples.append({"at_s": at_s, "prefill": resources(), "encoder": there} | counts)
-                    await asyncio.sleep(5.0)  # tidy: one sample every five seconds
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(SAMPLE_S):
+                            await is_over.wait()
 
-            await asyncio.gather(sampler(), *(client(number) for number in range(8)))
+            async def clients() -> None:
+                await asyncio.gather(*(client(number) for number in range(8)))
+                is_over.set()
+
+            await asyncio.gather(sampler(), clients())
             await node.drain(10.0)
             left = {name: count for name, count in node.counts().items() if count}
     rates = [b["delivered"] - a["delivered"] for a, b in itertools.pairwise(samples)]

@@ -16,7 +16,7 @@ from gpu_pairs import MIB, SESSION, Process, Reader, Requests, encoder, gather_a
 
 from epd.dataplane.base import ReadState
 from epd.encoders.base import MediaItem
-from epd.memory.tensors import as_tensor
+from epd.memory.tensors import as_tensor, new_stream
 from epd.protocol.errors import EpdError
 from epd.protocol.ids import SessionId
 from epd.protocol.sources import seal_offset
@@ -153,11 +153,12 @@ async def test_a_slot_is_leased_again_only_after_the_consumers_stream() -> None:
         async with prefill([process], pool__regions=1, pool__region_nbytes=nbytes) as node:
             requests = Requests(node)
             first = await requests.encode(pattern_item(nbytes, 1))
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = new_stream(DEVICE)
             kept = torch.empty(nbytes // 4, dtype=torch.float32, device=DEVICE)
             (tensor,) = first.tensors
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # about a second
+                spin: Any = torch.cuda._sleep
+                spin(2_000_000_000)  # cycles, on that stream: about a second of work
                 kept.copy_(tensor.flatten())
             first.release(stream)
             assert not stream.query()

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from epd.data import photographs
 from epd.encoders.base import MediaItem
 from epd.encoders.local import encode_locally
 from epd.encoders.media import probe_image
+from epd.protocol.messages import DType
 from epd.testing.processes import node_process
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
@@ -28,14 +28,14 @@ def run(*arguments: str, timeout_s: float = 200.0) -> "subprocess.CompletedProce
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3_vl", torch.bfloat16), ("clip", torch.float32)])
-def test_a_checkpoint_directory_is_served(name: str, dtype: Any, tmp_path: Path) -> None:
-    save(name, tmp_path, shard_size="40KB", dtype=dtype)
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_vl", "bfloat16"), ("clip", "float32")])
+def test_a_checkpoint_directory_is_served(name: str, dtype: DType, tmp_path: Path) -> None:
+    save(name, tmp_path, shard_size="40KB", dtype=getattr(torch, dtype))
     files = [str(path) for path in photographs()[:2]]
     media = []
     for file in files:
         data = Path(file).read_bytes()
-        media.append(MediaItem(probe_image(data, file), memoryview(data), str(dtype).removeprefix("torch.")))  # type: ignore[arg-type]
+        media.append(MediaItem(probe_image(data, file), memoryview(data), dtype))
     expected = [digest.hex() for digest in encode_locally(str(tmp_path), media, 1)]
     with (
         node_process(COMMON | {"role": "encoder", "model": str(tmp_path)}) as encoder,
@@ -44,7 +44,7 @@ def test_a_checkpoint_directory_is_served(name: str, dtype: Any, tmp_path: Path)
         done = run("epd.cli.main", "send", "--to", prefill.listen, "--json", "--", *files)
         results = json.loads(done.stdout)["results"]
     assert [result["sha256"] for result in results] == expected
-    assert {result["dtype"] for result in results} == {str(dtype).removeprefix("torch.")}
+    assert {result["dtype"] for result in results} == {dtype}
     assert all((result["grid_thw"] is None) == (name == "clip") for result in results)
 
 

@@ -21,8 +21,8 @@ from seal_source import MAX_NBYTES, pattern
 
 from epd.dataplane.base import DataPlane
 from epd.dataplane.poller import PeerOpened
-from epd.dataplane.select import open_plane
-from epd.protocol.ids import RegionId, Seal
+from epd.dataplane.select import Choice, open_plane
+from epd.protocol.ids import ReadId, RegionId, Seal
 from epd.protocol.messages import RegionDescriptor, Source
 
 ROUNDS = 1_000
@@ -68,7 +68,7 @@ class Tally:
         region = plane.allocate(1, IN_FLIGHT * MAX_NBYTES, exported=False)[0]
         self._region = region
         self._free = [at * MAX_NBYTES for at in range(IN_FLIGHT)]
-        self._running: dict[int, tuple[int, int, int]] = {}
+        self._running: dict[ReadId, tuple[int, int, int]] = {}
         self.outcomes: Counter[str] = Counter()
         self.wrong_nbytes = 0
 
@@ -93,7 +93,7 @@ class Tally:
 
     async def _end_one(self) -> None:
         read = next(iter(self._running))
-        done = await self._reader.done(read)  # type: ignore[arg-type]  # a ReadId is an int
+        done = await self._reader.done(read)
         number, at, nbytes = self._running.pop(read)
         self.outcomes[done.outcome] += 1
         if done.outcome == "ok":
@@ -104,11 +104,11 @@ class Tally:
         self._free.append(at)
 
 
-async def reuse_while_reading(plane_name: str, *, check: bool) -> Tally:
+async def reuse_while_reading(plane_name: Choice, *, check: bool) -> Tally:
     with source_process(plane_name) as process:
         assert process.stdin is not None and process.stdout is not None
         hello = json.loads(process.stdout.readline())
-        plane = open_plane(plane_name, "127.0.0.1")  # type: ignore[arg-type]
+        plane = open_plane(plane_name, "127.0.0.1")
         try:
             tally = Tally(plane, check=check)
             assert (await tally.open(hello)).ok
@@ -125,7 +125,7 @@ async def reuse_while_reading(plane_name: str, *, check: bool) -> Tally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plane", PLANES)
-async def test_nothing_of_a_source_that_was_reused_is_delivered(plane: str) -> None:
+async def test_nothing_of_a_source_that_was_reused_is_delivered(plane: Choice) -> None:
     tally = await reuse_while_reading(plane, check=True)
     assert tally.wrong_nbytes == 0
     assert tally.outcomes["seal_mismatch"] > 0
@@ -135,7 +135,7 @@ async def test_nothing_of_a_source_that_was_reused_is_delivered(plane: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plane", PLANES)
-async def test_without_the_check_wrong_bytes_are_delivered(plane: str) -> None:
+async def test_without_the_check_wrong_bytes_are_delivered(plane: Choice) -> None:
     tally = await reuse_while_reading(plane, check=False)
     assert tally.wrong_nbytes > 0
     assert set(tally.outcomes) == {"ok"}

@@ -318,7 +318,8 @@ def test_missing_weights_are_named_when_the_model_is_loaded(good: Path, tmp_path
     shutil.copytree(good, path)
     file = path / "model.safetensors"
     with safe_open(file, "pt") as opened:
-        key = next(key for key in opened.keys() if key.startswith("visual."))  # noqa: SIM118 - no mapping
+        names: list[str] = opened.keys()
+    key = next(name for name in names if name.startswith("visual."))
     save_file({name: tensor for name, tensor in load_file(file).items() if name != key}, file)
     with pytest.raises(ConfigError, match=f"weights of the tower missing: {key.removeprefix('visual.')}"):
         encoder_of(path).load(1, "cpu")
