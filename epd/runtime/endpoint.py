@@ -47,16 +47,16 @@ from epd.protocol.session import (
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address, parse_address, resolve_to_bind
 from epd.runtime.clock import Clock
-from epd.runtime.curve import Authenticator
 from epd.runtime.dialler import Dialler
 from epd.runtime.flusher import Flusher, Probe
 from epd.runtime.intake import Intake
 from epd.runtime.keys import Security
-from epd.runtime.lanes import LaneSocket, ListeningLane, open_context, routing_id_of
+from epd.runtime.lanes import LaneSocket, ListeningLane, OpenTransport, routing_id_of
 from epd.runtime.machines import MachineTable, Observe, StepRecorder
 from epd.runtime.outbox import last_word
 from epd.runtime.peers import PeerInfo, Session, SessionHandler, peer_info
 from epd.runtime.timers import Timers
+from epd.runtime.zmq_lanes import ZmqTransport
 
 __all__ = ["Endpoint", "PeerInfo", "SessionHandler"]
 
@@ -88,8 +88,12 @@ class Endpoint:
         on_error: Callable[[Exception], None] | None = None,
         security: Security | None = None,
         rates: RateLimits = DEFAULT_RATES,
+        open_transport: OpenTransport = ZmqTransport,
+        randbits: Callable[[int], int] = secrets.randbits,
     ) -> None:
-        """Raises `ConfigError` if `max_peers` needs more open files than there may be."""
+        """`randbits(n)` gives n unpredictable bits: a session's id must not be guessed or repeated.
+
+        Raises `ConfigError` if `max_peers` needs more open files than there may be."""
         self.on_error = on_error
         self._hello = hello
         self._limits = limits
@@ -97,21 +101,16 @@ class Endpoint:
         self._timers = timers
         self._handler = handler
         self._max_peers = max_peers
+        self._randbits = randbits
         self._loop = asyncio.get_running_loop()
         self._security = security
-        self._context = open_context(max_peers)
-        # Before any listener is bound: those who came earlier would all be refused.
-        self._authenticator = (
-            None if security is None else Authenticator(self._context, security.peers, self.lane_failed)
-        )
+        self._transport = open_transport(max_peers, limits.connect_s, security, self.lane_failed)
         self._table = MachineTable("session", machine, limits, clock, timers, recorder, self._perform)
         self._sessions: dict[SessionId, Session] = {}
         self._dials = 0
         self._listening: dict[Lane, ListeningLane] = {}
         self._flusher = Flusher(clock, timers, self._lose, self._tell_writable, self.lane_failed)
-        self._dialler = Dialler(
-            self._context, limits.connect_s, self, self._table.feed, self._flusher.later, security
-        )
+        self._dialler = Dialler(self._transport, self, self._table.feed, self._flusher.later)
         self._intake = Intake(
             self._table,
             self._sessions,
@@ -200,7 +199,7 @@ class Endpoint:
             raise ConfigError(f"security.peers: no key for {address}", key="security.peers", given=address)
         if self._closing is not None or len(self._sessions) >= self._max_peers:
             raise Busy(f"{len(self._sessions)} sessions, at most {self._max_peers}", address=address)
-        session = Session(SessionId(secrets.randbits(64)), address, self._sent)
+        session = Session(SessionId(self._randbits(64)), address, self._sent)
         session.key = key
         self._sessions[session.id] = session
         self._table.feed(session.id, Dialled(address))
@@ -271,8 +270,7 @@ class Endpoint:
         finally:
             self._close_sockets()
             try:
-                # Waits for what lingers; safe in another thread, as all sockets are closed.
-                await asyncio.shield(asyncio.to_thread(self._context.term))
+                await asyncio.shield(self._transport.close())
             finally:
                 self._closing.set_result(None)
 
@@ -460,8 +458,7 @@ class Endpoint:
         self._loop.call_exception_handler(context)
 
     def _listen(self, lane: Lane, address: Address) -> ListeningLane:
-        keys = None if self._security is None else self._security.keys
-        return ListeningLane(self._context, lane, address, self._limits.connect_s, self, keys)
+        return self._transport.listen(lane, address, self)
 
     def _dial_media(self, session: Session, text: str) -> None:
         try:
@@ -480,7 +477,7 @@ class Endpoint:
         self._session_gone.set()
 
     def _close_sockets(self) -> None:
-        """Every reader, monitor and socket; `term()` hangs if one is left."""
+        """Every one; closing the transport hangs if one is left."""
         self._table.close()
         for session in list(self._sessions.values()):
             self._release(session, 0.0)
@@ -488,8 +485,6 @@ class Endpoint:
         for listening in self._listening.values():
             listening.close()
         self._listening.clear()
-        if self._authenticator is not None:
-            self._authenticator.close()
         self._flusher.close()
         for probe in self._probes.values():
             probe.close()

@@ -32,6 +32,7 @@ from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
 from epd.runtime.lanes import LaneSocket
 from epd.runtime.timers import Timers
+from epd.runtime.zmq_lanes import ZmqLane
 
 # 256 peers a node: what `epd-node` does for itself, and embedding programs for theirs.
 _HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -248,6 +249,7 @@ async def frame_from(socket: zmq.Socket[bytes], lane: Lane = Lane.CONTROL) -> Fr
 @contextlib.contextmanager
 def until_disconnected(listening: LaneSocket) -> Iterator[None]:
     """What happens inside ends a connection; afterwards the listener could know. The loop has no turn."""
+    assert isinstance(listening, ZmqLane)
     socket = listening._socket
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     monitor.setsockopt(zmq.RCVTIMEO, int(FAIL_AFTER_S * 1000))

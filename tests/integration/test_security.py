@@ -22,7 +22,7 @@ from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address
 from epd.runtime.curve import apply_dialler
 from epd.runtime.keys import KeyPair, PeerEntry, Peers, Security, new_keys, security_for, write_keys
-from epd.runtime.lanes import ListeningLane, open_context
+from epd.runtime.zmq_lanes import ZmqListeningLane, open_context
 from epd.testing.synthetic import synthetic_item
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -116,7 +116,7 @@ async def test_a_listener_with_keys_and_no_authenticator_refuses_everybody() -> 
         def __getattr__(self, name: str) -> Any:
             return lambda *given: None
 
-    lane = ListeningLane(context, Lane.CONTROL, Address("127.0.0.1", 0), 5.0, Owner(), ENCODER)
+    lane = ZmqListeningLane(context, Lane.CONTROL, Address("127.0.0.1", 0), 5.0, Owner(), ENCODER)
     lane.start_reading()
     known = Peers([PeerEntry(ENCODER.public, "encoder", "enc", (str(lane.address),))])
     limits = SessionLimits(3600.0, 3600.0, 3600.0, connect_s=0.5)

@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 from epd.protocol.errors import ConfigError
-from epd.runtime import lanes
-from epd.runtime.lanes import open_context
+from epd.runtime import zmq_lanes
+from epd.runtime.zmq_lanes import open_context
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def getrlimit(which: int) -> tuple[int, int]:
             return values[0], values[1]
 
-    monkeypatch.setattr(lanes, "resource", Pretended)
+    monkeypatch.setattr(zmq_lanes, "resource", Pretended)
     return values
 
 
