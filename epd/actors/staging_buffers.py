@@ -1,6 +1,5 @@
 """The encoder's BufferManagerActor: the staging pool, seals, pins and eviction (I2, I7)."""
 
-import os
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -97,7 +96,7 @@ class StagingBuffers(Actor[Mail]):
         self._sources: MachineTable = runtime.machines("sources", sources, sources.Limits(), self._perform)
         self._next_staged = 1
         # Never repeated, not by another incarnation either: a random start and a counter.
-        self._next_seal = int.from_bytes(os.urandom(8), "little") | 1
+        self._next_seal = runtime.randbits(64) | 1
         self.to_dedup: Ref[StagingAnswer | StagedEvicted]
         self.to_encode: Ref[PinAnswer]
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
@@ -97,6 +97,7 @@ class PollerFailed(NamedTuple):
 
 ReadResult = ReadPosted | ReadDone | PeerOpened | PollerFailed
 Tap = Callable[[ReadId, Event, float, tuple[Effect, ...], reads.AnyState], None]
+_Command = tuple[Callable[..., None], tuple[Any, ...]]
 _Tapped = tuple[ReadId, Event, float, tuple[Effect, ...], reads.AnyState]
 
 
@@ -112,6 +113,14 @@ def cut(nbytes: int, pieces: int = PIECES) -> list[tuple[int, int]]:
     count = max(pieces, -(-nbytes // MAX_PIECE_NBYTES))
     step = -(-nbytes // (count * _PAGE_NBYTES)) * _PAGE_NBYTES
     return [(offset, min(step, nbytes - offset)) for offset in range(0, nbytes, step)]
+
+
+class Opener(Protocol):
+    """Who opens a peer beside the poller: a thread."""
+
+    def join(self) -> None:
+        """Wait for its end."""
+        ...
 
 
 class _Read:
@@ -170,12 +179,12 @@ class ReadPoller:
         self._tap = tap
         self._limits = limits or reads.Limits()
         self._now_s = now_s
-        self._commands: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._reads: dict[ReadId, _Read] = {}
         self._lanes: dict[SessionId, _Lane] = {}
         self._flights: dict[int, _Flight] = {}
         self._unannounced: deque[_Read] = deque()
-        self._openers: dict[SessionId, threading.Thread] = {}
+        self._openers: dict[SessionId, Opener] = {}
         self._closed_early: set[SessionId] = set()
         self._aborted_s: dict[SessionId, float] = {}
         self._last_post_s = 0.0
@@ -186,53 +195,84 @@ class ReadPoller:
         # On planes that need it this memory is registered, once; a seal's word lands here.
         seals = plane.words(_SEALS * SEAL_WORD.size)
         self._free_seals = [seals.address + at for at in range(0, seals.nbytes, SEAL_WORD.size)]
-        self._thread = threading.Thread(target=self._run, name="epd-poller", daemon=True)
-        self._thread.start()
+        self._begin()
 
     # -- commands ----------------------------------------------------------------------------
 
     def read(self, request: ReadRequest) -> None:
         """Its end comes as one `ReadDone`."""
-        self._commands.put((self._start, (_Read(request, self._now_s(), self._plane.pieces),)))
+        self._put((self._start, (_Read(request, self._now_s(), self._plane.pieces),)))
 
     def abort(self, read: ReadId) -> None:
         """End a read by our own side; its `ReadDone` comes when it is terminal."""
-        self._commands.put((self._abort, (read,)))
+        self._put((self._abort, (read,)))
 
     def open_peer(self, session: SessionId, segment: str, regions: Sequence[RegionDescriptor]) -> None:
         """The answer comes as `PeerOpened`, unless the peer is closed before."""
-        self._commands.put((self._open, (session, segment, tuple(regions))))
+        self._put((self._open, (session, segment, tuple(regions))))
 
     def close_peer(self, session: SessionId) -> None:
         """No more reads from it; those that run end by themselves."""
-        self._commands.put((self._close, (session,)))
+        self._put((self._close, (session,)))
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Abort all reads, wait for their ends, end the thread. Blocks: not for the loop's thread.
 
         False if something was not terminal within `timeout_s`: then its memory must not be reused.
         """
-        self._commands.put((self._stop, (timeout_s,)))
+        self._put((self._stop, (timeout_s,)))
         self._thread.join(timeout_s + 1.0)
         return not (self._thread.is_alive() or self._reads or self._openers)
 
-    # -- the thread --------------------------------------------------------------------------
+    # -- threads: the simulator drives its own without any -----------------------------------
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="epd-poller", daemon=True)
+        self._thread.start()
+
+    def _put(self, command: _Command) -> None:
+        self._commands.put(command)
 
     def _run(self) -> None:
         # Otherwise a pause of 30 us takes 80: the kernel rounds the wake-ups of a thread.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+        while self._turn():
+            pass
+
+    def _pause(self, pause_s: float | None) -> _Command | None:
+        """Until the next command or for so many seconds; None: for ever."""
+        if pause_s == 0.0:
+            # Nothing blocks in this turn, so leave the interpreter to the loop's thread for once.
+            time.sleep(0)
+            return self._next_command()
         try:
-            while not self._is_over():
-                self._take_commands()
-                self._post_waiting()
-                self._poll_flights()
-                self._abort_again()
-                self._announce_old()
-                self._flush()
+            return self._commands.get(timeout=pause_s)
+        except queue.Empty:
+            return None
+
+    def _beside(self, work: Callable[[], None]) -> Opener:
+        """Not in this thread: a stopped peer may take seconds to be given up."""
+        thread = threading.Thread(target=work, name="epd-open-peer", daemon=True)
+        thread.start()
+        return thread
+
+    # -- turns -------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """Do what there is to do; False: it was the last time."""
+        try:
+            self._take_commands()
+            self._post_waiting()
+            self._poll_flights()
+            self._abort_again()
+            self._announce_old()
+            self._flush()
         except Exception as error:
             _log.exception("the read poller failed")
             self._results.append(PollerFailed(f"{type(error).__name__}: {error}"))
             self._flush()
+            return False
+        return not self._is_over()
 
     def _is_over(self) -> bool:
         if not self._stopping:
@@ -241,17 +281,17 @@ class ReadPoller:
 
     def _take_commands(self) -> None:
         """Pause as the reads in flight allow, until a command comes; then take all there are."""
-        pause_s = self._pause_s()
-        with contextlib.suppress(queue.Empty):
-            if pause_s == 0.0:
-                # Nothing blocks in this turn, so leave the interpreter to the loop's thread for once.
-                time.sleep(0)
-            else:
-                command, arguments = self._commands.get(timeout=pause_s)
-                command(*arguments)
-            while True:
-                command, arguments = self._commands.get_nowait()
-                command(*arguments)
+        command = self._pause(self._pause_s())
+        while command is not None:
+            call, arguments = command
+            call(*arguments)
+            command = self._next_command()
+
+    def _next_command(self) -> _Command | None:
+        try:
+            return self._commands.get_nowait()
+        except queue.Empty:
+            return None
 
     def _pause_s(self) -> float | None:
         if self._flights:
@@ -290,11 +330,9 @@ class ReadPoller:
             except Exception as error:  # told, not raised: an open peer is never lost in a thread
                 _log.exception("opening a peer failed")
                 ok, reason = False, f"{type(error).__name__}: {error}"
-            self._commands.put((self._opened, (PeerOpened(session, ok, reason),)))
+            self._put((self._opened, (PeerOpened(session, ok, reason),)))
 
-        # Not in this thread: a stopped peer may take seconds to be given up.
-        self._openers[session] = opener = threading.Thread(target=work, name="epd-open-peer", daemon=True)
-        opener.start()
+        self._openers[session] = self._beside(work)
 
     def _opened(self, result: PeerOpened) -> None:
         self._openers.pop(result.session).join()

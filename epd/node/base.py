@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import platform
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from epd.dataplane.base import DataPlane
 from epd.dataplane.push import PUSHED, PushPlane
 from epd.dataplane.select import open_plane
 from epd.memory.pool import Pool
+from epd.node.host import THIS_HOST, Host
 from epd.observe.families import Sample, samples
 from epd.protocol.errors import Busy, ConfigError, spans_need_the_extra
 from epd.protocol.ids import Incarnation, NodeId, SessionId
@@ -36,7 +36,6 @@ from epd.protocol.session import SessionLimits
 from epd.protocol.trace import LOGIC_VERSION, StateWritten
 from epd.protocol.wire import MAX_ITEMS_PER_PART, PROTOCOL_VERSION
 from epd.runtime.actor import Actor
-from epd.runtime.clock import MonotonicClock
 from epd.runtime.endpoint import Endpoint, PeerInfo
 from epd.runtime.keys import Security, read_peers, read_secret_key
 from epd.runtime.machines import Observe
@@ -58,9 +57,12 @@ class Node(ABC):
 
     role: ClassVar[Role]
 
-    def __init__(self, config: Config, *, open_plane_with: PlaneFactory | None = None) -> None:
+    def __init__(
+        self, config: Config, *, open_plane_with: PlaneFactory | None = None, host: Host = THIS_HOST
+    ) -> None:
         self.config = config
-        self.incarnation = Incarnation(secrets.randbits(64))
+        self.host = host
+        self.incarnation = Incarnation(host.randbits(64))
         self.node_id = NodeId(config.node or "")
         self.listen = ""
         self._open_plane = open_plane_with or (
@@ -107,11 +109,11 @@ class Node(ABC):
         loop = asyncio.get_running_loop()
         self.plane = await asyncio.to_thread(self._open_plane)
         stack.push_async_callback(asyncio.to_thread, self.plane.close)
-        clock = MonotonicClock()
+        host, clock = self.host, self.host.clock
         supervisor = Supervisor(self._actors)
         timers = Timers(clock, loop.call_at, supervisor.fail)
         stack.callback(timers.close)  # nothing of the node stays in the caller's loop
-        self.runtime = Runtime(clock, timers, None)
+        self.runtime = Runtime(clock, timers, None, host.randbits)
         stack.callback(self._close_recorder)  # after the endpoint: the ends of sessions are steps too
         self.endpoint = Endpoint(
             hello=self._hello,
@@ -124,6 +126,8 @@ class Node(ABC):
             on_error=supervisor.fail,
             security=self.security,
             rates=self.config.limits.rates(),
+            open_transport=host.open_transport,
+            randbits=host.randbits,
         )
         stack.push_async_callback(self.endpoint.close_all, 1.0)
         self.listen = self.endpoint.bind(self.config.listen, self.config.media_listen, accept=False)
@@ -142,6 +146,8 @@ class Node(ABC):
                 self.role,
                 self.incarnation,
                 timers,
+                host.unix_s(),
+                host.trace_writer,
                 file_nbytes=self.config.trace_file_nbytes,
                 files=self.config.trace_files,
             )

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from epd.actors import dedup, encode, push, transfer
 from epd.actors.staging_buffers import StagingBuffers
 from epd.config import Config, PicturesConfig
-from epd.dataplane.poller import ReadPoller
 from epd.dataplane.push import PushPlane
 from epd.encoders.base import Encoder
 from epd.encoders.registry import load_encoder
@@ -18,6 +17,7 @@ from epd.forward.thread import ThreadWorker
 from epd.memory.pool import Pool
 from epd.memory.region import HOST
 from epd.node.base import Node, PlaneFactory, is_set_within
+from epd.node.host import THIS_HOST, Host
 from epd.observe.families import Sample
 from epd.protocol import jobs
 from epd.protocol.ids import SessionId
@@ -50,8 +50,9 @@ class EncoderNode(Node):
         open_plane_with: PlaneFactory | None = None,
         encoder: Encoder | None = None,
         worker: ForwardWorker | None = None,
+        host: Host = THIS_HOST,
     ) -> None:
-        super().__init__(config, open_plane_with=open_plane_with)
+        super().__init__(config, open_plane_with=open_plane_with, host=host)
         self.encoder = encoder or load_encoder(config.model)
         self._given_worker = worker
         self.worker: ForwardWorker
@@ -100,7 +101,7 @@ class EncoderNode(Node):
 
     def _make_push_writer(self, plane: PushPlane, stack: contextlib.AsyncExitStack) -> push.PushWriter:
         mailbox = self._mailbox("push")
-        poller = ReadPoller(
+        poller = self.host.poller(
             plane,
             lambda results: mailbox.tell(transfer.PollerNews(results)),
             asyncio.get_running_loop(),

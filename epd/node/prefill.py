@@ -8,7 +8,7 @@ from typing import Any
 
 from epd.actors import prefill, push, transfer
 from epd.actors.receive_buffers import ReceiveBuffers
-from epd.dataplane.poller import ReadPoller, Tap
+from epd.dataplane.poller import Tap
 from epd.dataplane.push import PushPlane
 from epd.memory.pool import Pool
 from epd.node.base import Node, is_set_within
@@ -68,7 +68,7 @@ class PrefillNode(Node):
         if isinstance(self.plane, PushPlane):
             reads_by = self.pushed = self._make_pushed_reads(self.plane, transfer_mailbox, stack)
         else:
-            reads_by = poller = ReadPoller(
+            reads_by = poller = self.host.poller(
                 self.plane,
                 lambda results: transfer_mailbox.tell(transfer.PollerNews(results)),
                 loop,
@@ -100,7 +100,9 @@ class PrefillNode(Node):
         self._actors += [self.buffers, self.transfer, self.prefill]
         self._add_clients(self.prefill.mailbox, stack)
         self._model = ""
-        links = Links(self.endpoint, config.encoders, self.runtime.timers, self.runtime.clock)
+        links = Links(
+            self.endpoint, config.encoders, self.runtime.timers, self.runtime.clock, self.host.jitter
+        )
         self._links = links
         links.start()
         stack.callback(links.stop)

@@ -14,7 +14,6 @@ from epd.protocol.ids import Incarnation, NodeId
 from epd.protocol.machine import Effect, Event
 from epd.protocol.messages import Role
 from epd.protocol.trace import LIMITS, STATE, STEP, RecordEncoder, StateWritten, TraceHeader, Width
-from epd.runtime.clock import unix_s
 from epd.runtime.timers import TimerHandle, Timers
 from epd.runtime.trace_writer import TraceWriter
 
@@ -47,6 +46,8 @@ class Recorder:
         role: Role,
         incarnation: Incarnation,
         timers: Timers,
+        started_unix_s: float,
+        open_writer: Callable[..., TraceWriter] = TraceWriter,
         *,
         file_nbytes: int = FILE_NBYTES,
         files: int = FILES,
@@ -62,9 +63,11 @@ class Recorder:
         self._encoded: list[bytes] = []
         self._handed_over = 0
         self._closed = False
-        self._header = TraceHeader(node=node, role=role, incarnation=incarnation, started_unix_s=unix_s())
+        self._header = TraceHeader(
+            node=node, role=role, incarnation=incarnation, started_unix_s=started_unix_s
+        )
         try:
-            self._writer = TraceWriter(self.path, self._header, file_nbytes, files)
+            self._writer = open_writer(self.path, self._header, file_nbytes, files)
         except OSError as error:
             message = f"trace: cannot write {os.fspath(path)!r}: {error.strerror}"
             raise ConfigError(message, key="trace", given=os.fspath(path)) from error

@@ -1,5 +1,6 @@
 """What every actor of one node shares: time, timers, the recorder, and the hosting of machines."""
 
+import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -13,10 +14,17 @@ Perform = Callable[[Any, tuple[Effect, ...]], None]
 
 
 class Runtime:
-    def __init__(self, clock: Clock, timers: Timers, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        timers: Timers,
+        recorder: Recorder | None,
+        randbits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
         self.clock = clock
         self.timers = timers
         self.recorder = recorder
+        self.randbits = randbits
         self.observers: Mapping[str, tuple[Observe, ...]] = {}
         """By kind of machine; for tables made from now on."""
         self._tables: list[MachineTable] = []

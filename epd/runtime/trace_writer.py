@@ -55,8 +55,7 @@ class TraceWriter:
         while (old := self._numbered(number)).exists():
             old.unlink()
             number += 1
-        self._thread = threading.Thread(target=self._run, name="epd-trace", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def write(self, records: list[bytes]) -> None:
         """Hand over what a `RecordEncoder` made; each becomes a block."""
@@ -68,6 +67,10 @@ class TraceWriter:
         """What is handed over from now on goes to a new file."""
         self.full = False
         self._work.put(_NewFile(header))
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="epd-trace", daemon=True)
+        self._thread.start()
 
     def _fail(self, reason: str) -> None:
         if not self.failed:

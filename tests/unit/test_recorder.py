@@ -24,7 +24,7 @@ class Recording:
         self.path = path
         self.clock = VirtualClock()
         self.timers = Timers(self.clock, self.clock.call_at)
-        self.recorder = Recorder(path, NodeId("node"), "prefill", Incarnation(2**64 - 1), self.timers)
+        self.recorder = Recorder(path, NodeId("node"), "prefill", Incarnation(2**64 - 1), self.timers, 0.0)
 
     def step(self, who: str = "ann", effects: tuple[Effect, ...] = ()) -> None:
         self.recorder.record("door", (1, "front"), door.Passed(who), self.clock.now_s(), effects)
@@ -145,7 +145,9 @@ class Rotating:
         clock = VirtualClock()
         timers = Timers(clock, clock.call_at)
         node, incarnation = NodeId("node"), Incarnation(1)
-        self.recorder = Recorder(path, node, "prefill", incarnation, timers, file_nbytes=20_000, files=files)
+        self.recorder = Recorder(
+            path, node, "prefill", incarnation, timers, 0.0, file_nbytes=20_000, files=files
+        )
         self.table = MachineTable("door", door, door.Limits(), clock, timers, self.recorder, self._perform)
         self.recorder.live = self.table.live
         self.clock = clock

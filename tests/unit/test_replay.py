@@ -36,7 +36,7 @@ def record(path: Path, kind: str, machine: Any, limits: Any, feeding: Feeding) -
     """Feed a table on a virtual clock with a recorder; the records that stand in the file."""
     clock = VirtualClock()
     timers = Timers(clock, clock.call_at)
-    recorder = Recorder(path, NodeId("node"), "prefill", Incarnation(1), timers)
+    recorder = Recorder(path, NodeId("node"), "prefill", Incarnation(1), timers, 0.0)
     table = MachineTable(kind, machine, limits, clock, timers, recorder, lambda key, effects: None)
     try:
         for key, event, then_s in feeding:
