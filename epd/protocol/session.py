@@ -233,7 +233,7 @@ class TellSuspect(Effect):
 
 
 class CloseSockets(Effect):
-    """The dialler's sockets; at the listener, forget the session. `linger`: what is queued still goes out."""
+    """The dialler's sockets; at the listener, forget the session. `linger`: once the other has read all."""
 
     linger: bool
 

@@ -47,22 +47,22 @@ class Dialler:
         session, dialled = self.lanes[lane], self._own(lane)
         assert dialled is not None
         if not dialled.is_up and session.candidates:
-            self._drop(dialled, 0.0)
+            self._drop(dialled)
             self._connect_next(session, lane.lane)
         else:
             self._feed(session.id, ConnectionLost(lane.lane, f"{dialled.address}: {reason}"))
 
-    def release(self, session: Session, linger_s: float) -> None:
-        """Close the session's own sockets; what was sent still goes out within `linger_s`."""
+    def release(self, session: Session) -> None:
+        """Close the session's own sockets."""
         for lane in (session.control, session.media):
             dialled = self._own(lane)
             if dialled is not None:
-                self._drop(dialled, linger_s)
+                self._drop(dialled)
 
     def close(self) -> None:
         """Close every socket."""
         for lane in list(self.lanes):
-            self._drop(lane, 0.0)
+            self._drop(lane)
 
     async def _connect(self, session: Session, lane: Lane, address: Address) -> None:
         try:
@@ -91,6 +91,6 @@ class Dialler:
         """A lane that was dialled; a listening one is nobody's to close."""
         return lane if isinstance(lane, DialledLane) else None
 
-    def _drop(self, lane: LaneSocket, linger_s: float) -> None:
+    def _drop(self, lane: LaneSocket) -> None:
         self.lanes.pop(lane, None)
-        lane.close(linger_s)
+        lane.close()

@@ -63,7 +63,7 @@ __all__ = ["Endpoint", "PeerInfo", "SessionHandler"]
 EARLY_MESSAGES: Final = 16
 """So many messages for one peer leave at once: a busy turn of the loop and its peer's then overlap."""
 CLOSE_LINGER_S: Final = 1.0
-"""A dialler that ends a session gives what it has queued this long to leave."""
+"""A dialler that ends a session waits this long for the listener to answer that it has read everything."""
 DEFAULT_RATES: Final = RateLimits()
 _FULL: Final = "the peer does not read: its queue is full"
 
@@ -251,7 +251,8 @@ class Endpoint:
     async def close_all(self, linger_s: float) -> None:
         """End every session in order, then every socket. Idempotent.
 
-        What was sent, and the diallers of sessions that were accepted, have `linger_s` for it.
+        The listeners of sessions that we dialled have `linger_s` to read what was sent, and the diallers
+        of those that were accepted to close.
         """
         if self._closing is not None:
             await asyncio.shield(self._closing)
@@ -279,11 +280,12 @@ class Endpoint:
         return {s.id: s.peer for s in list(self._sessions.values()) if s.is_open and s.peer is not None}
 
     def counts(self) -> dict[str, int]:
-        """What is held (`sessions`, `sockets`, `queued_messages`, `queued_chunks`), and, as
-        `rejected_frames.REASON`, what was dropped so far."""
+        """What is held (`sessions`, of them `closing`, `sockets`, `queued_messages`, `queued_chunks`), and,
+        as `rejected_frames.REASON`, what was dropped so far."""
         outboxes = [session.outbox for session in self._sessions.values()]
         counts = {
             "sessions": len(self._sessions),
+            "closing": sum(session.over for session in self._sessions.values()),
             "sockets": len(self._listening) + len(self._dialler.lanes),
             "queued_messages": sum(outbox.messages for outbox in outboxes),
             "queued_chunks": sum(outbox.media_messages for outbox in outboxes),
@@ -396,7 +398,10 @@ class Endpoint:
                     session.peer.suspect = suspect
                 self._handler.session_suspect(session.id, suspect)
             case CloseSockets(linger):
-                self._release(session, self._linger_s if linger else 0.0)
+                if linger and session.dialled:
+                    self._linger(session)
+                else:
+                    self._release(session)
             case TellEnded(code, reason):
                 session.is_open = False
                 session.over = True
@@ -425,6 +430,9 @@ class Endpoint:
         session = self._dialler.lanes.get(lane)
         if session is None:
             self._intake.take_accepted(lane.lane, parts)
+        elif session.over:
+            if self._intake.is_last_word(session, lane.lane, parts):
+                self._release(session)
         else:
             self._intake.take_dialled(session, lane.lane, parts)
 
@@ -443,7 +451,11 @@ class Endpoint:
 
     def lane_lost(self, lane: LaneSocket, reason: str) -> None:
         """Called by a lane."""
-        self._dialler.lost(lane, reason)
+        session = self._dialler.lanes[lane]
+        if not session.over:
+            self._dialler.lost(lane, reason)
+        elif lane.lane is Lane.CONTROL:
+            self._release(session)
 
     def lane_refused(self, lane: LaneSocket, reason: str) -> None:
         """Called by a listening lane: a stranger without our protocol, or without keys that fit."""
@@ -468,11 +480,20 @@ class Endpoint:
             return
         self._dialler.dial(session, Lane.MEDIA, address)
 
-    def _release(self, session: Session, linger_s: float) -> None:
+    def _linger(self, session: Session) -> None:
+        """Send what is queued and read on until the listener has answered the last word, or is gone.
+
+        Closed before that, with anything unread, the kernel resets the connection, and the listener
+        loses what it had not read yet.
+        """
+        session.stop_dialling()
+        session.linger = self._timers.after(self._linger_s, partial(self._release, session))
+
+    def _release(self, session: Session) -> None:
         """Let go of everything that is the session's; the listening lanes are not."""
         del self._sessions[session.id]
         self._flusher.forget(session)
-        self._dialler.release(session, linger_s)
+        self._dialler.release(session)
         session.close()
         self._session_gone.set()
 
@@ -480,7 +501,7 @@ class Endpoint:
         """Every one; closing the transport hangs if one is left."""
         self._table.close()
         for session in list(self._sessions.values()):
-            self._release(session, 0.0)
+            self._release(session)
         self._dialler.close()
         for listening in self._listening.values():
             listening.close()

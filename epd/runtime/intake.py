@@ -10,11 +10,18 @@ from typing import Any, Final
 
 import zmq
 
-from epd.protocol.errors import MAX_MESSAGE_CHARS, Malformed, SessionRejected, TooFast
+from epd.protocol.errors import MAX_MESSAGE_CHARS, Malformed, SessionLost, SessionRejected, TooFast
 from epd.protocol.ids import SessionId
 from epd.protocol.messages import AnyMessage, Goodbye, Heartbeat, Hello, Rejected, Welcome
 from epd.protocol.rates import RateLimits, charge
-from epd.protocol.session import OUTSIDE, BodyMalformed, CloseWanted, FrameReceived, RejectedReceived
+from epd.protocol.session import (
+    OUTSIDE,
+    SESSION_OVER,
+    BodyMalformed,
+    CloseWanted,
+    FrameReceived,
+    RejectedReceived,
+)
 from epd.protocol.wire import HEADER_NBYTES, Frame, Lane, decode_body, open_frame
 from epd.runtime.clock import Clock
 from epd.runtime.curve import peer_key
@@ -101,6 +108,14 @@ class Intake:
             return
         self._take(session, frame)
 
+    def is_last_word(self, session: Session, lane: Lane, parts: list[Any]) -> bool:
+        """Whether the listener says that it has ended a session of ours, too; all else of it is discarded."""
+        try:
+            frame = open_frame(_data(parts[0]), lane)
+        except Malformed:
+            return False
+        return frame.session == session.id and frame.sequence == OUTSIDE
+
     def _take_unknown(self, frame: Frame, key: str) -> None:
         if frame.lane is Lane.CONTROL and frame.sequence == 0:
             try:
@@ -150,6 +165,8 @@ class Intake:
         if len(messages) == 1 and isinstance(messages[0], Rejected):
             code, reason = messages[0].code, messages[0].reason[:MAX_MESSAGE_CHARS]
             self._table.feed(session.id, RejectedReceived(code, reason))
+            if not session.dialled:  # a dialler reads on until it hears that all it sent was read
+                self._answer(session.id, Rejected(SessionLost.code, SESSION_OVER))
         else:
             self._refuse(session, "a frame outside the sequence that is no Rejected")
 

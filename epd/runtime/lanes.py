@@ -75,8 +75,8 @@ class LaneSocket(ABC):
         """Hand over one frame without waiting."""
 
     @abstractmethod
-    def close(self, linger_s: float = 0.0) -> None:
-        """Idempotent. What was sent still goes out within `linger_s`."""
+    def close(self) -> None:
+        """Idempotent. Drops what has not gone out, or was not read."""
 
 
 class ListeningLane(LaneSocket):
@@ -109,7 +109,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End what is left when every lane is closed; waits for what lingers."""
+        """End what is left when every lane is closed."""
 
 
 OpenTransport = Callable[[int, float, Security | None, Callable[[Exception], None]], Transport]

@@ -11,6 +11,7 @@ from epd.protocol.rates import Meter
 from epd.runtime.addresses import Address
 from epd.runtime.lanes import LaneSocket, routing_id_of
 from epd.runtime.outbox import Outbox, Sent
+from epd.runtime.timers import TimerHandle
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ class Session:
         "id",
         "is_open",
         "key",
+        "linger",
         "media",
         "media_ready",
         "meter",
@@ -117,6 +119,8 @@ class Session:
         self.candidates: list[Address] = []
         """Numeric addresses not tried yet, of the lane that is being connected."""
         self.task: asyncio.Task[None] | None = None
+        self.linger: TimerHandle | None = None
+        """Ends the wait for the listener's answer to our last word."""
         self.is_open = False
         self.over = False
         """Its end was told; nothing of it is acted on any more."""
@@ -132,7 +136,14 @@ class Session:
         """Nothing of it is acted on any more; its sockets are the endpoint's to close."""
         self.over = True
         self.is_open = False
+        self.stop_dialling()
+        if self.linger is not None:
+            self.linger.cancel()
+            self.linger = None
+        self.control = self.media = None
+
+    def stop_dialling(self) -> None:
+        """No further lane of it is made; those that there are stay."""
         if self.task is not None:
             self.task.cancel()
             self.task = None
-        self.control = self.media = None

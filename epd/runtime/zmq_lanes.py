@@ -103,7 +103,7 @@ class ZmqLane(LaneSocket):
         while self._read_batch() == self._batch:
             pass
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         if self.closed:
             return
         self.closed = True
@@ -111,7 +111,7 @@ class ZmqLane(LaneSocket):
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        self._socket.close(int(linger_s * 1000))
+        self._socket.close(0)
 
     def _read_batch(self) -> int:
         count = 0
@@ -197,11 +197,11 @@ class ZmqListeningLane(ZmqLane, ListeningLane):
         self._loop.add_reader(self._monitor_fd, self._observe)
         self._observe()
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         if not self.closed:
             self._loop.remove_reader(self._monitor_fd)
             self._close_monitor(self._socket)
-        super().close(linger_s)
+        super().close()
 
     def _close_monitor(self, socket: zmq.Socket[bytes]) -> None:
         if self._monitor is not None:
@@ -304,14 +304,14 @@ class ZmqDialledLane(ZmqLane, DialledLane):
             return SendResult.FULL
         return SendResult.SENT
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         if self.closed:
             return
         # Readers first, then the monitor, then the socket: a monitor left open makes term() hang.
         if self._monitor is not None:
             self._loop.remove_reader(self._monitor_fd)
             self._close_monitor(self._socket)
-        super().close(linger_s if self.is_up else 0.0)
+        super().close()
 
     def _close_monitor(self, socket: zmq.Socket[bytes]) -> None:
         if self._monitor is not None:
@@ -378,5 +378,5 @@ class ZmqTransport(Transport):
     async def close(self) -> None:
         if self._authenticator is not None:
             self._authenticator.close()
-        # Waits for what lingers; safe in another thread, as all sockets are closed. One left makes it hang.
+        # Waits for its I/O thread; safe in another thread, as all sockets are closed. One left makes it hang.
         await asyncio.to_thread(self._context.term)

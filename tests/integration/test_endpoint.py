@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import uvloop
+import zmq
 from msgspec.structs import replace
 from session_nodes import (
     FAIL_AFTER_S,
@@ -44,7 +45,7 @@ from epd.protocol.messages import (
 )
 from epd.protocol.session import OUTSIDE, SESSION_OVER, FrameReceived, FrameSent, SessionLimits
 from epd.protocol.wire import HEADER_NBYTES, MEDIA_CHUNK_NBYTES, Lane, decode_body
-from epd.runtime import dialler
+from epd.runtime import dialler, endpoint
 from epd.runtime.addresses import Address, resolve
 from epd.runtime.endpoint import EARLY_MESSAGES
 from epd.runtime.outbox import MAX_MEDIA_MESSAGES
@@ -623,20 +624,119 @@ async def test_all_that_a_dead_dialler_had_sent_is_read_before_its_loss(encoder:
     assert encoder.messages_seen == [Goodbye(f"{number}") for number in range(1, count + 1)]
 
 
-async def test_of_what_a_dialler_sent_just_before_it_closed_nothing_in_between_is_missing(make: Make) -> None:
-    """Mostly all of it arrives. But what a listener says into a connection that is being closed makes the
-    kernel discard what was not read yet: then the end is missing, and the session was lost."""
+async def test_all_that_a_dialler_sent_just_before_it_closed_arrives_and_the_end_is_in_order(
+    make: Make,
+) -> None:
+    """The listener speaks all the time: what it says into a connection that closes resets that connection."""
     prefill = make("pre", "prefill")
-    encoder = make("enc", "encoder", listens=True, limits=SessionLimits(0.05, 10.0, 20.0))
-    session = await meet(prefill, encoder)
-    words: list[ControlMessage] = [Goodbye(f"{number:06d}" * 10000) for number in range(250)]
-    for word in words:
-        prefill.endpoint.send(session, word)
-    await prefill.close(FAIL_AFTER_S)
-    code = (await encoder.ended(session)).code
-    arrived = [message for message in encoder.messages_seen if isinstance(message, Goodbye)]
-    assert arrived == words[: len(arrived)]
-    assert code == "session_lost" or (code, len(arrived)) == ("draining", len(words))
+    encoder = make("enc", "encoder", listens=True, limits=SessionLimits(0.001, 10.0, 20.0))
+    words: list[ControlMessage] = [Goodbye(f"{number:06d}" * 10000) for number in range(60)]
+    for closed in range(1, 13):
+        session = await meet(prefill, encoder)
+        for word in words:
+            assert prefill.endpoint.send(session, word)
+        if closed < 12:
+            prefill.endpoint.close(session, "draining", "enough")
+        else:
+            await prefill.close(FAIL_AFTER_S)
+        assert (await encoder.ended(session)).code == "draining"
+        assert encoder.messages_seen == words * closed
+
+
+async def dialled_by(prefill: TestNode, raw: RawPeer) -> tuple[Any, SessionId, bytes]:
+    """A session in force with a raw listener, both lanes: its control socket, number and routing id."""
+    router, address = raw.listen()
+    media, media_address = raw.listen()
+    session = prefill.endpoint.dial(address)
+    routing_id, _ = await parts_from(router)
+    router.send_multipart([routing_id, frame(session, 0, welcome_of(hello("raw", "encoder"), media_address))])
+    await frame_from(media, Lane.MEDIA)
+    return router, session, routing_id
+
+
+async def test_a_dialler_that_closes_reads_on_until_the_listener_has_answered(
+    prefill: TestNode, raw: RawPeer
+) -> None:
+    router, session, routing_id = await dialled_by(prefill, raw)
+    closing = asyncio.create_task(prefill.endpoint.close_all(3600.0))
+    assert (await last_word_from(router))[0] == "draining"
+    for number in (1, 5):  # in sequence or not: nothing but the answer matters any more
+        router.send_multipart([routing_id, frame(session, number, Goodbye("not read by anybody"))])
+    await prefill.turn()
+    counts = prefill.endpoint.counts()
+    assert (counts["sessions"], counts["closing"], counts["sockets"]) == (1, 1, 2)
+    assert not closing.done()
+    router.send_multipart([routing_id, frame(session, OUTSIDE, Rejected("session_lost", SESSION_OVER))])
+    async with asyncio.timeout(FAIL_AFTER_S):
+        await closing
+    assert [lost.code for lost in prefill.lost] == ["draining"]
+    assert not prefill.batches
+
+
+async def test_a_dialler_that_closes_waits_no_longer_than_the_connection_lasts(
+    prefill: TestNode, raw: RawPeer
+) -> None:
+    router, _, _ = await dialled_by(prefill, raw)
+    closing = asyncio.create_task(prefill.endpoint.close_all(3600.0))
+    assert (await last_word_from(router))[0] == "draining"
+    router.close(0)
+    async with asyncio.timeout(FAIL_AFTER_S):
+        await closing
+    assert [lost.code for lost in prefill.lost] == ["draining"]
+
+
+async def test_a_listener_that_does_not_answer_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, make: Make, raw: RawPeer
+) -> None:
+    monkeypatch.setattr(endpoint, "CLOSE_LINGER_S", 0.01)
+    prefill = make("pre", "prefill")
+    router, session, _ = await dialled_by(prefill, raw)
+    monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    raw.sockets.append(monitor)
+    monitor.setsockopt(zmq.RCVTIMEO, int(FAIL_AFTER_S * 1000))
+    prefill.endpoint.close(session, "draining", "enough")
+    assert prefill.endpoint.counts()["closing"] == 1
+    await asyncio.to_thread(monitor.recv_multipart)
+    router.disable_monitor()
+    assert prefill.endpoint.counts()["sessions"] == 0
+
+
+async def test_a_node_that_stops_at_once_leaves_nothing_of_a_session_that_still_waits(
+    prefill: TestNode, raw: RawPeer
+) -> None:
+    _, session, _ = await dialled_by(prefill, raw)
+    prefill.endpoint.close(session, "draining", "enough")
+    assert prefill.endpoint.counts()["closing"] == 1
+    await prefill.close(0.0)
+    counts = prefill.endpoint.counts()
+    assert counts["sessions"] == counts["closing"] == counts["sockets"] == 0
+
+
+@pytest.mark.slow
+async def test_a_dialler_that_closes_still_sends_what_its_socket_had_no_room_for(
+    prefill: TestNode, raw: RawPeer
+) -> None:
+    router, session, routing_id = await dialled_by(prefill, raw)
+    count = 60_000
+    for number in range(count):
+        assert prefill.endpoint.send(session, Goodbye(f"{number:06d}" * 40))
+    closing = asyncio.create_task(prefill.endpoint.close_all(3600.0))
+    await prefill.until(lambda: prefill.lost)
+    assert prefill.endpoint.counts()["queued_messages"] > 0
+    read = 0
+    while (received := await frame_from(router)).sequence != OUTSIDE:
+        read += sum(isinstance(message, Goodbye) for message in decode_body(received))
+    assert read == count
+    router.send_multipart([routing_id, frame(session, OUTSIDE, Rejected("session_lost", SESSION_OVER))])
+    async with asyncio.timeout(FAIL_AFTER_S):
+        await closing
+
+
+async def test_a_listener_answers_the_last_word_of_a_dialler(encoder: TestNode, raw: RawPeer) -> None:
+    control, session, _ = await raw_session(raw, encoder)
+    control.send(frame(session, OUTSIDE, Rejected("draining", "bye")))
+    assert (await encoder.ended(SessionId(session)))[2:] == ("draining", "bye")
+    assert (await last_word_from(control)) == ("session_lost", SESSION_OVER)
 
 
 async def test_a_session_that_is_closed_tells_both_sides_why(prefill: TestNode, encoder: TestNode) -> None:
