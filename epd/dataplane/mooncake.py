@@ -364,8 +364,11 @@ def _new_engine(host: str) -> Any:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise DataPlaneError(f"mooncake: {_missing(error)}") from error
-    engine = TransferEngine()
-    code = engine.initialize(host, "P2PHANDSHAKE", _PROTOCOL, "")
+    try:
+        engine = TransferEngine()
+        code = engine.initialize(host, "P2PHANDSHAKE", _PROTOCOL, "")
+    except RuntimeError as error:  # of its C++: out of files, for one
+        raise DataPlaneError(f"mooncake: the engine does not start on {host}: {error}") from error
     if code != 0:
         raise DataPlaneError(f"mooncake: the engine does not start on {host}: code {code}", code=code)
     return engine

@@ -22,9 +22,10 @@ def epd(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
-def epd_node(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def epd_node(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "epd.cli.node", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environ = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,22 @@ def test_bad_configuration_is_one_line_and_exit_code_two(arguments: tuple[str, .
     assert (done.returncode, done.stdout) == (2, "")
     assert expected in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [("--role", "encoder"), ("--role", "prefill", "--encoders", "tcp://127.0.0.1:9")]
+)
+def test_a_data_plane_that_does_not_start_is_one_line_and_exit_code_two(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mooncake").mkdir()  # a package of that name without an engine, before the one installed
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = epd_node(*arguments, "--data-plane", "mooncake", PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("config: data_plane: mooncake: the package mooncake-transfer-engine")
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_code_two(prefill: NodeProcess) -> None:

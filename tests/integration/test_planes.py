@@ -9,6 +9,8 @@ import mmap
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +74,19 @@ def test_the_plane_names_the_transport_really_in_use(choice: Choice, source: Sou
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_is_an_error_of_the_plane() -> None:
+    """Wherever in its start the engine runs out of files: a code, an exception of its C++, or no answer."""
+    script = Path(__file__).with_name("plane_short_of_files.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert said["1"].startswith("mooncake: the engine does not start on 127.0.0.1: ")
+    assert any("Too many open files" in message for message in said.values())
+
+
 async def test_every_size_arrives_byte_for_byte_and_nothing_beside_it(
     plane: DataPlane, source: SourceProcess
 ) -> None:
