@@ -105,3 +105,33 @@ def test_a_secret_that_others_can_read_is_refused_in_one_line(secured: Secured) 
     done = send(secured, "--key", str(open_key), "--server-key", str(secured.folder / "prefill-a.key.pub"))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "open.key" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0." + "0.0", "insecure"), ("127.0.0.1", "loopback")],
+    ids=["everywhere", "loopback"],
+)
+def test_a_node_that_serves_anybody_says_so_in_its_log_and_its_ready_line(
+    host: str, told: str, tmp_path: Path
+) -> None:
+    """Where only this host can come, `insecure` opens nothing, and nothing is said."""
+    settings = {
+        "role": "prefill",
+        "encoders": ["tcp://127.0.0.1:9"],
+        "data_plane": "shm",
+        "log_format": "json",
+        "insecure": True,
+        "listen": f"tcp://{host}:0",
+        "media_listen": f"tcp://{host}:0",
+    }
+    log = tmp_path / "log"
+    with log.open("wb") as stderr, node_process(settings, stderr=stderr.fileno()) as node:
+        assert node.ready["security"] == told
+        assert node.terminate() == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    warned = [line for line in lines if line["event"].startswith("INSECURE: nobody is authenticated")]
+    assert [(line["level"], line["listen"]) for line in warned] == (
+        [("warning", node.listen)] if told == "insecure" else []
+    )
