@@ -279,7 +279,7 @@ def _shown(value: Any) -> str:
 def build(given: Mapping[str, Any]) -> Config:
     """A whole configuration of converted values. Raises `ConfigError` without a role."""
     if "role" not in given:
-        raise wrong("role", "nothing", KEYS["role"].allowed)
+        raise wrong("role", "nothing", f"{KEYS['role'].allowed} (by --role, EPD_ROLE or a settings file)")
     top: dict[str, Any] = {name: {} for name in TABLES}
     for key, value in given.items():
         table, dot, name = key.partition(".")

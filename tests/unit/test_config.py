@@ -76,7 +76,10 @@ def test_overrides_win_over_the_file(toml: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({}, "role: nothing given, allowed is 'encoder' or 'prefill'"),
+        (
+            {},
+            "role: nothing given, allowed is 'encoder' or 'prefill' (by --role, EPD_ROLE or a settings file)",
+        ),
         ({"role": "decoder"}, "role: 'decoder' given, allowed is 'encoder' or 'prefill'"),
         (
             ENCODER | {"log_format": "xml"},
@@ -198,6 +201,13 @@ def test_other_addresses_are_listened_on_with_keys_or_when_told(host: str, told:
     address = f"tcp://{host}:7000"
     given = ENCODER | told | {"listen": address, "media_listen": address, "data_plane": "shm"}
     assert load_config(None, given).listen == address
+
+
+def test_metrics_are_on_loopback_until_an_address_is_named_which_needs_no_keys() -> None:
+    """Keys would guard nothing there; a scrape must not need a node that serves anybody."""
+    assert load_config(None, ENCODER).metrics_listen == "127.0.0.1"
+    config = load_config(None, ENCODER | {"metrics_port": 9400, "metrics_listen": "192.0.2.7"})
+    assert (config.metrics_listen, config.insecure) == ("192.0.2.7", False)
 
 
 @pytest.mark.parametrize("plane", ["auto", "mooncake"])

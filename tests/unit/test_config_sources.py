@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from epd.cli.config import config_command
+from epd.cli.main import run_command
 from epd.config import Config, Settings, load_config, load_settings
 from epd.config.schema import KEYS
 from epd.config.sources import is_injected, variable_of
@@ -159,6 +160,17 @@ def test_what_config_shows_is_a_file_that_says_the_same(
     assert rows["timeouts.room_s"] == {"value": 7.0, "origin": "variable EPD_TIMEOUTS__ROOM_S"}
     assert rows["encoders"] == {"value": ["tcp://a:1"], "origin": "flag --encoders"}
     assert set(rows) == set(KEYS)
+
+
+def test_config_without_a_role_says_in_one_line_how_to_give_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["epd", "--show"])
+    assert run_command(config_command) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("config: role: nothing given, ")
+    assert "--role" in said.err
 
 
 def test_a_flag_without_a_value_or_a_key_is_refused() -> None:
