@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,10 @@ from epd.node import EncoderNode, PrefillNode
 from epd.node.encoder import make_worker
 from epd.protocol.errors import Cancelled, DeadlineExceeded, Draining, RequestTooLarge, UnsupportedItem
 from epd.protocol.messages import AuxTensor, Cancel, DType, EmbeddingSpec, Probe
+from epd.protocol.session import Dialling
 from epd.request import Delivery, EmbeddingRequest, ImageItem
+from epd.runtime import dialler
+from epd.runtime.addresses import Address, resolve
 from epd.testing.hold_points import HeldWorker, HoldPoints
 from epd.testing.synthetic import PatternWorker, SyntheticEncoder, pattern, synthetic_item
 
@@ -185,6 +189,37 @@ async def test_an_encoder_that_restarts_on_its_port_is_met_again_and_requests_go
                 delivery = await pending
                 check(delivery, item)
                 delivery.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", ["does not answer", "does not resolve"])
+async def test_an_address_without_an_encoder_delays_no_request_that_another_can_serve(
+    absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its dial is undecided from before the first request until after the last one."""
+    nobody = asyncio.Event()
+
+    async def resolve_others(address: Address) -> list[Address]:
+        if address.host == "nobody.invalid":
+            await nobody.wait()
+        return await resolve(address)
+
+    monkeypatch.setattr(dialler, "resolve", resolve_others)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}" if absent == "does not answer" else "tcp://nobody.invalid:7101"
+        async with (
+            encoder_node() as encoder,
+            prefill_node(address, encoder.listen, timeouts__connect_s=60.0) as prefill,
+        ):
+            for number in range(3):
+                items = [synthetic_item(4096 + 4 * number + n) for n in range(4)]
+                delivery = await prefill.encode(request(f"{number}", *items))
+                check(delivery, *items)
+                delivery.release()
+            dials = [state for _, _, state in prefill.endpoint.live() if isinstance(state, Dialling)]
+            assert len(dials) == 1
+            assert len(prefill.endpoint.peers()) == 1
 
 
 async def test_a_cancelled_request_ends_with_cancelled_and_leaves_nothing() -> None:
