@@ -54,13 +54,13 @@ class Request(NamedTuple):
     hold_s: float
 
 
-def requests(seed: int, count: int) -> list[Request]:
+def requests(seed: int, count: int, max_nbytes: int = MAX_REQUEST_NBYTES) -> list[Request]:
     rng = random.Random(f"requests {seed}")
     recent: list[tuple[int, int]] = []
     made: list[Request] = []
     contents = 0
     for number in range(count):
-        nbytes = _log_uniform(rng, MIN_REQUEST_NBYTES, MAX_REQUEST_NBYTES)
+        nbytes = _log_uniform(rng, MIN_REQUEST_NBYTES, max_nbytes)
         items: list[tuple[int, int]] = []
         for share in _split(rng, nbytes, rng.randint(1, MAX_ITEMS)):
             fits = [item for item in recent if item[1] <= share]

@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "doctor": ("epd.cli.doctor", "doctor_command"),
     "keygen": ("epd.cli.keygen", "keygen_command"),
     "replay": ("epd.cli.replay", "replay_command"),
+    "simulate": ("epd.cli.simulate", "simulate_command"),
     "send": ("epd.cli.send", "send_command"),
     "trace": ("epd.cli.trace", "trace_command"),
 }

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from epd.dataplane.poller import ReadPoller
 from epd.runtime.clock import Clock, MonotonicClock, unix_s
 from epd.runtime.lanes import OpenTransport
+from epd.runtime.recorder import OpenWriter
 from epd.runtime.trace_writer import TraceWriter
 from epd.runtime.zmq_lanes import ZmqTransport
 
@@ -22,7 +23,7 @@ class Host(NamedTuple):
     """So many unpredictable bits: incarnations, sessions and seals must be neither guessed nor repeated."""
     open_transport: OpenTransport
     poller: Callable[..., ReadPoller]
-    trace_writer: Callable[..., TraceWriter]
+    trace_writer: OpenWriter
 
     def jitter(self) -> float:
         """In 0..1."""

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
@@ -31,6 +31,25 @@ _CANNOT_ENCODE: Final = (msgspec.MsgspecError, TypeError, ValueError, OverflowEr
 _log = structlog.get_logger()
 
 
+class Writer(Protocol):
+    """Where records go: a `TraceWriter`."""
+
+    full: bool
+    failed: bool
+
+    def write(self, records: list[bytes]) -> None: ...
+
+    def new_file(self, header: TraceHeader) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenWriter = Callable[[Path, TraceHeader, int, int], Writer]
+"""By path, header, bytes of a file, and how many files are kept. Raises `OSError`."""
+
+
 class Recorder:
     """Collects one record per step and hands batches to a thread; used from the node's loop only.
 
@@ -47,7 +66,7 @@ class Recorder:
         incarnation: Incarnation,
         timers: Timers,
         started_unix_s: float,
-        open_writer: Callable[..., TraceWriter] = TraceWriter,
+        open_writer: OpenWriter = TraceWriter,
         *,
         file_nbytes: int = FILE_NBYTES,
         files: int = FILES,

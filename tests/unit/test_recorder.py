@@ -16,6 +16,7 @@ from epd.protocol.trace import StateRecord, StepRecord, TraceReader
 from epd.runtime.machines import MachineTable
 from epd.runtime.recorder import _BATCH_RECORDS, _BATCHES_AT_ONCE, Recorder
 from epd.runtime.timers import Timers
+from epd.runtime.trace_writer import TraceWriter
 from epd.testing.virtual_clock import VirtualClock
 
 
@@ -101,6 +102,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(recording: Recording) -> No
         def close(self) -> None:
             """Nothing was kept."""
 
+    assert isinstance(recording.recorder._writer, TraceWriter)
     recording.recorder._writer._file.close()
     recording.recorder._writer._file = FullDisk()  # type: ignore[assignment]  # only these are used
     recording.step()

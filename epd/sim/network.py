@@ -1,0 +1,474 @@
+"""The network between simulated hosts: lanes that behave as ZeroMQ's over TCP, and what goes wrong.
+
+What has been sent on one connection arrives in its order or not at all. A connection that breaks loses
+what was under way behind some frame. A link that is cut in two says nothing to either side: frames stand
+until it is whole again.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from epd.protocol.errors import ConfigError
+from epd.protocol.ids import SessionId
+from epd.protocol.wire import Lane
+from epd.runtime.addresses import Address
+from epd.runtime.keys import Security
+from epd.runtime.lanes import (
+    DialledLane,
+    LaneOwner,
+    LaneSocket,
+    ListeningLane,
+    SendResult,
+    Transport,
+    routing_id_of,
+)
+from epd.sim.process import Process, Time
+
+_LATENCY_S: Final = 100e-6
+_BYTES_PER_S: Final = 1e9
+_STANDING: Final = {Lane.CONTROL: 400, Lane.MEDIA: 8}
+"""Frames of one connection that may stand on both sides before there is no room."""
+_READ_BATCH: Final = {Lane.CONTROL: 256, Lane.MEDIA: 16}
+_ASK_AGAIN_S: Final = 0.05
+_SWALLOWED: Final = 0.1
+"""Of the wake-ups so many are lost to a send that came between, as ZeroMQ's are."""
+
+Link = tuple[str, str]
+
+
+class _Pipe:
+    """One direction of a connection."""
+
+    __slots__ = ("arrived", "blocked", "flying", "last_s", "reader", "sender")
+
+    def __init__(self, sender: "_SimLane", reader: "_SimLane") -> None:
+        self.sender = sender
+        self.reader = reader
+        self.flying: deque[bytes] = deque()
+        self.arrived = 0
+        """Frames that the reader has not received yet."""
+        self.last_s = 0.0
+        self.blocked = False
+
+
+class Connection:
+    """Between a dialled lane and a listening one."""
+
+    def __init__(self, dialled: "SimDialledLane", listening: "SimListeningLane", routing_id: bytes) -> None:
+        self.dialled = dialled
+        self.listening = listening
+        self.routing_id = routing_id
+        self.lane = dialled.lane
+        self.whole = True
+        self.there = _Pipe(dialled, listening)
+        self.back = _Pipe(listening, dialled)
+
+
+class Network:
+    """`done` counts what was provoked, by name."""
+
+    def __init__(self, time: Time, rng: random.Random, provoked: Callable[[str], None]) -> None:
+        self.time = time
+        self.rng = rng
+        self.provoked = provoked
+        self.listening: dict[Address, SimListeningLane] = {}
+        self.connections: dict[Connection, None] = {}
+        self.hosts: dict[str, Process] = {}
+        self._next_port = 20_000
+        self._parted: dict[Link, float] = {}
+        self._slow_s: dict[Link, float] = {}
+
+    def transport(
+        self,
+        process: Process,
+        host: str,
+        max_peers: int,
+        handshake_s: float,
+        security: Security | None,
+        on_error: Callable[[Exception], None],
+    ) -> Transport:
+        """What a node of that process takes as `OpenTransport`, with the first two bound."""
+        transport = SimTransport(self, process, host, handshake_s, on_error)
+        process.when_killed.append(transport.kill)
+        return transport
+
+    # -- faults ------------------------------------------------------------------------------
+
+    def part(self, one: str, other: str, seconds: float) -> None:
+        """Nothing gets from host `one` to host `other` for so long."""
+        self._parted[one, other] = max(self._parted.get((one, other), 0.0), self.time.now_s + seconds)
+
+    def slow(self, one: str, other: str, latency_s: float) -> None:
+        """Until it is said otherwise; 0.0: as before."""
+        self._slow_s[one, other] = latency_s
+
+    def heal(self) -> None:
+        """No link is parted or slow from now on."""
+        self._parted.clear()
+        self._slow_s.clear()
+
+    def open_s(self, one: str, other: str) -> float:
+        """When something can get from `one` to `other` again."""
+        return max(self._parted.get((one, other), 0.0), self.time.now_s)
+
+    def is_whole(self, one: str, other: str) -> bool:
+        """Whether the two reach each other now."""
+        return max(self.open_s(one, other), self.open_s(other, one)) <= self.time.now_s
+
+    def latency_s(self, one: str, other: str, nbytes: int) -> float:
+        slow_s = self._slow_s.get((one, other), 0.0)
+        return self.rng.expovariate(1.0) * (_LATENCY_S + slow_s) + nbytes / _BYTES_PER_S
+
+    def between(self, one: str, other: str) -> list[Connection]:
+        """Connections of two hosts."""
+        hosts = {one, other}
+        return [c for c in self.connections if {c.dialled.host, c.listening.host} == hosts]
+
+    def break_connection(self, connection: Connection) -> None:
+        """Both sides learn of it; of what is under way some of the end is lost."""
+        if not connection.whole:
+            return
+        connection.whole = False
+        del self.connections[connection]
+        for pipe in (connection.there, connection.back):
+            for _ in range(self.rng.randint(0, len(pipe.flying))):
+                pipe.flying.pop()
+        self._lose(connection)
+
+    def drop_one(self, connection: Connection) -> bool:
+        """A frame under way is lost, and nothing else: a peer or a proxy that misbehaves."""
+        return self._meddle(connection, lambda flying, at: flying.__delitem__(at))
+
+    def double_one(self, connection: Connection) -> bool:
+        """A frame under way comes twice."""
+        return self._meddle(connection, lambda flying, at: flying.insert(at, flying[at]))
+
+    def _meddle(self, connection: Connection, change: Callable[[deque[bytes], int], None]) -> bool:
+        pipes = [pipe for pipe in (connection.there, connection.back) if pipe.flying]
+        if not pipes:
+            return False
+        pipe = self.rng.choice(pipes)
+        before = len(pipe.flying)
+        change(pipe.flying, self.rng.randrange(before))
+        for _ in range(len(pipe.flying) - before):
+            self._deliver_later(connection, pipe, 0)
+        return True
+
+    # -- connections -------------------------------------------------------------------------
+
+    def bind(self, lane: "SimListeningLane", wanted: Address) -> Address:
+        if not wanted.port:
+            self._next_port += 1
+            wanted = Address(wanted.host, self._next_port)
+        if wanted in self.listening:
+            raise ConfigError(f"listen: cannot bind {wanted}: in use", key="listen")
+        self.listening[wanted] = lane
+        return wanted
+
+    def connect(self, lane: "SimDialledLane", until_s: float) -> None:
+        """What the kernel and the handshake do, until it is settled."""
+        if lane.closed:
+            return
+        listening = self.listening.get(lane.address)
+        here, there = lane.host, lane.address.host
+        reaches = self.is_whole(here, there)
+        if listening is None and reaches:
+            self.time.after(self.latency_s(there, here, 0), lane.lose, "connection refused")
+        elif listening is not None and reaches and listening.process.runs:
+            connection = Connection(lane, listening, routing_id_of(lane.session))
+            self.connections[connection] = None
+            listening.accepted[connection.routing_id] = connection
+            self.time.after(self.latency_s(there, here, 0), lane.come_up, connection)
+        elif self.time.now_s < until_s:
+            self.time.after(_ASK_AGAIN_S, self.connect, lane, until_s)
+        else:
+            lane.lose("handshake failed")
+
+    def send(self, connection: Connection, pipe: _Pipe, frame: bytes) -> SendResult:
+        if len(pipe.flying) + pipe.arrived >= _STANDING[connection.lane]:
+            pipe.blocked = True
+            self.provoked("no_room")
+            return SendResult.FULL
+        pipe.flying.append(frame)
+        self._deliver_later(connection, pipe, len(frame))
+        return SendResult.SENT
+
+    def _deliver_later(self, connection: Connection, pipe: _Pipe, nbytes: int) -> None:
+        latency_s = self.latency_s(pipe.sender.host, pipe.reader.host, nbytes)
+        pipe.last_s = max(pipe.last_s, self.time.now_s + latency_s)
+        self.time.at(pipe.last_s, self._deliver, connection, pipe)
+
+    def _deliver(self, connection: Connection, pipe: _Pipe) -> None:
+        open_s = self.open_s(pipe.sender.host, pipe.reader.host)
+        if open_s > self.time.now_s:
+            self.provoked("frame_stood")
+            self.time.at(open_s, self._deliver, connection, pipe)
+        elif pipe.flying:
+            frame = pipe.flying.popleft()
+            if not pipe.reader.closed:
+                pipe.arrived += 1
+                pipe.reader.take(connection, pipe, frame)
+
+    def received(self, pipe: _Pipe) -> None:
+        """The reader has it: there is room for another."""
+        pipe.arrived -= 1
+        if pipe.blocked:
+            pipe.blocked = False
+            pipe.sender.wake_up()
+
+    def close_dialled(self, connection: Connection) -> None:
+        """By its dialler: what has not arrived may be lost, as nothing lingers."""
+        if not connection.whole:
+            return
+        connection.whole = False
+        del self.connections[connection]
+        flying = connection.there.flying
+        for _ in range(self.rng.randint(0, len(flying))):
+            self.provoked("lost_by_close")
+            flying.pop()
+        connection.back.flying.clear()
+        self._lose(connection)
+
+    def _lose(self, connection: Connection) -> None:
+        """Each side hears of the end behind the last frame that still comes."""
+        here, there = connection.dialled.host, connection.listening.host
+        for pipe, tell in (
+            (connection.there, partial(connection.listening.lost, connection)),
+            (connection.back, partial(connection.dialled.lose, "connection lost")),
+        ):
+            link = (here, there) if pipe is connection.there else (there, here)
+            pipe.last_s = max(pipe.last_s, self.time.now_s + self.latency_s(*link, 0))
+            self._tell_lost(pipe, link, tell)
+
+    def _tell_lost(self, pipe: _Pipe, link: Link, tell: Callable[[], None]) -> None:
+        when_s = max(pipe.last_s, self.open_s(*link))
+        if when_s > self.time.now_s or pipe.flying:
+            self.time.at(when_s, self._tell_lost, pipe, link, tell)
+        else:
+            tell()
+
+
+class _SimLane(LaneSocket):
+    """One end; what has arrived stands in `inbox`, in its order."""
+
+    def __init__(self, network: Network, process: Process, host: str, lane: Lane, owner: LaneOwner) -> None:
+        self.network = network
+        self.process = process
+        self.host = host
+        self.lane = lane
+        self.closed = False
+        self._owner = owner
+        self._inbox: deque[tuple[_Pipe, list[Any]]] = deque()
+        self._reading = False
+        self._wake: Any = None
+
+    def start_reading(self) -> None:
+        self._reading = True
+        self.wake_up()
+
+    def read(self) -> int:
+        if self._wake is not None and self.network.rng.random() < _SWALLOWED:
+            self._wake.cancel()
+            self._wake = None
+        count = self._read_batch()
+        if count == _READ_BATCH[self.lane]:
+            self.wake_up()
+        return count
+
+    def read_all(self) -> None:
+        while self._read_batch() == _READ_BATCH[self.lane]:
+            pass
+
+    def wake_up(self) -> None:
+        """As its descriptor does."""
+        if self._reading and not self.closed and self._wake is None:
+            self._wake = self.process.loop.call_soon(self._woken)
+
+    def take(self, connection: Connection, pipe: _Pipe, frame: bytes) -> None:
+        """A frame has arrived."""
+        self._inbox.append((pipe, self._parts(connection, frame)))
+        self.wake_up()
+
+    def _parts(self, connection: Connection, frame: bytes) -> list[Any]:
+        return [frame]
+
+    def _read_batch(self) -> int:
+        count = 0
+        while self._inbox and count < _READ_BATCH[self.lane] and not self.closed:
+            pipe, parts = self._inbox.popleft()
+            self.network.received(pipe)
+            count += 1
+            self._owner.lane_received(self, parts)
+        return count
+
+    def _woken(self) -> None:
+        self._wake = None
+        if self.closed:
+            return
+        try:
+            count = self.read()
+            if not self.closed:
+                self._owner.lane_woken(self, count)
+        except Exception as error:
+            self._owner.lane_failed(error)
+
+    def _close(self) -> None:
+        self.closed = True
+        self._inbox.clear()
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+
+
+class SimListeningLane(_SimLane, ListeningLane):
+    def __init__(
+        self, network: Network, process: Process, host: str, lane: Lane, owner: LaneOwner, wanted: Address
+    ) -> None:
+        super().__init__(network, process, host, lane, owner)
+        self.accepted: dict[bytes, Connection] = {}
+        self.address = network.bind(self, wanted)
+
+    def send(self, routing_id: bytes, frame: bytes) -> SendResult:
+        connection = self.accepted.get(routing_id)
+        if connection is None:
+            return SendResult.GONE
+        if not connection.whole:
+            return SendResult.SENT  # the kernel took it; nobody has told us yet
+        return self.network.send(connection, connection.back, frame)
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is gone: only a wake-up for nothing says so."""
+        if self.accepted.get(connection.routing_id) is connection:
+            del self.accepted[connection.routing_id]
+            if self.process.alive:
+                self.wake_up()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._close()
+        del self.network.listening[self.address]
+        for connection in list(self.accepted.values()):
+            self.network.break_connection(connection)
+        self.accepted.clear()
+
+    def _parts(self, connection: Connection, frame: bytes) -> list[Any]:
+        return [connection.routing_id, frame]
+
+
+class SimDialledLane(_SimLane, DialledLane):
+    def __init__(
+        self,
+        transport: "SimTransport",
+        lane: Lane,
+        address: Address,
+        session: SessionId,
+        owner: LaneOwner,
+    ) -> None:
+        super().__init__(transport.network, transport.process, transport.host, lane, owner)
+        self.address = address
+        self.session = session
+        self.is_up = False
+        self._transport = transport
+        self._connection: Connection | None = None
+        self._reading = True
+
+    def come_up(self, connection: Connection) -> None:
+        """The peer has answered."""
+        if self.closed:
+            self.network.break_connection(connection)
+        else:
+            self._connection = connection
+            self.process.loop.call_soon(self._up)
+
+    def _up(self) -> None:
+        if self.closed:
+            return
+        self.is_up = True
+        self._guarded(lambda: self._owner.lane_connected(self))
+        self.wake_up()
+
+    def lose(self, reason: str) -> None:
+        """Refused or lost."""
+        if not self.closed:
+            self.process.loop.call_soon(self._lost, reason)
+
+    def _lost(self, reason: str) -> None:
+        if not self.closed:
+            self._guarded(self.read_all)
+        if not self.closed:
+            self._guarded(lambda: self._owner.lane_lost(self, reason))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._owner.lane_failed(error)
+
+    def send(self, routing_id: bytes, frame: bytes) -> SendResult:
+        connection = self._connection
+        if connection is None or not self.is_up:
+            return SendResult.FULL
+        if not connection.whole:
+            return SendResult.FULL
+        return self.network.send(connection, connection.there, frame)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        connection = self._connection
+        if connection is not None:
+            self._transport.dialled.pop(self, None)
+            if self.process.alive:
+                self.network.close_dialled(connection)
+            else:
+                self.network.break_connection(connection)
+        self._transport.dialled.pop(self, None)
+        self._close()
+
+
+class SimTransport(Transport):
+    """Of one endpoint."""
+
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        host: str,
+        handshake_s: float,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.network = network
+        self.process = process
+        self.host = host
+        self.dialled: dict[SimDialledLane, None] = {}
+        self._handshake_s = handshake_s
+        self._listening: list[SimListeningLane] = []
+
+    def listen(self, lane: Lane, address: Address, owner: LaneOwner) -> ListeningLane:
+        made = SimListeningLane(self.network, self.process, self.host, lane, owner, address)
+        self._listening.append(made)
+        return made
+
+    def dial(
+        self, lane: Lane, address: Address, session: SessionId, peer_key: str, owner: LaneOwner
+    ) -> DialledLane:
+        made = SimDialledLane(self, lane, address, session, owner)
+        self.dialled[made] = None
+        network = self.network
+        until_s = network.time.now_s + self._handshake_s
+        network.time.after(network.latency_s(self.host, address.host, 0), network.connect, made, until_s)
+        return made
+
+    async def close(self) -> None:
+        left = [lane for lane in (*self.dialled, *self._listening) if not lane.closed]
+        if left:
+            raise RuntimeError(f"{len(left)} lanes were not closed")
+
+    def kill(self) -> None:
+        """The kernel closes what the process had open."""
+        for lane in (*self.dialled, *self._listening):
+            lane.close()
