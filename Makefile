@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
-.PHONY: install system demo test check format-check lint types imports tidy format clean
+.PHONY: install system demo test simulate check format-check lint types imports tidy format clean
 
 install: system $(STAMP)
 
@@ -23,6 +23,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# Another seed each time, printed; the fixed ones are in the tests.
+simulate: install
+	$(BIN)/epd simulate --hours 4
 
 check: format-check lint types imports tidy
 
