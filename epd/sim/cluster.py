@@ -171,6 +171,7 @@ class Cluster:
         self.oracle = Oracle()
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.at_peace = False
         self.rates = shape.rates
         self.troubles = Troubles()
         self._name = name
@@ -205,6 +206,7 @@ class Cluster:
 
     def heal(self) -> None:
         """Nothing goes wrong from now on; who is gone comes back."""
+        self.at_peace = True
         self.rates = Rates()
         self.troubles.heal()
         self.network.heal()

@@ -130,7 +130,7 @@ def plan(cluster: Cluster, rng: random.Random, burst_s: float) -> None:
 
 
 def _do(cluster: Cluster, kind: str, rng: random.Random) -> None:
-    if KINDS[kind][0](cluster, rng):
+    if not cluster.at_peace and KINDS[kind][0](cluster, rng):
         cluster.provoked(f"fault_{kind}")
 
 

@@ -80,6 +80,8 @@ class Network:
         self._next_port = 20_000
         self._parted: dict[Link, float] = {}
         self._slow_s: dict[Link, float] = {}
+        self._standing: dict[Link, list[Callable[[], None]]] = {}
+        """What goes on when a link is whole again."""
 
     def transport(
         self,
@@ -109,6 +111,8 @@ class Network:
         """No link is parted or slow from now on."""
         self._parted.clear()
         self._slow_s.clear()
+        for link in list(self._standing):
+            self._go_on(link)
 
     def open_s(self, one: str, other: str) -> float:
         """When something can get from `one` to `other` again."""
@@ -202,10 +206,10 @@ class Network:
         self.time.at(pipe.last_s, self._deliver, connection, pipe)
 
     def _deliver(self, connection: Connection, pipe: _Pipe) -> None:
-        open_s = self.open_s(pipe.sender.host, pipe.reader.host)
-        if open_s > self.time.now_s:
+        link = (pipe.sender.host, pipe.reader.host)
+        if self.open_s(*link) > self.time.now_s:
             self.provoked("frame_stood")
-            self.time.at(open_s, self._deliver, connection, pipe)
+            self._stand(link, partial(self._deliver, connection, pipe))
         elif pipe.flying:
             frame = pipe.flying.popleft()
             if not pipe.reader.closed:
@@ -244,11 +248,27 @@ class Network:
             self._tell_lost(pipe, link, tell)
 
     def _tell_lost(self, pipe: _Pipe, link: Link, tell: Callable[[], None]) -> None:
-        when_s = max(pipe.last_s, self.open_s(*link))
-        if when_s > self.time.now_s or pipe.flying:
-            self.time.at(when_s, self._tell_lost, pipe, link, tell)
+        if self.open_s(*link) > self.time.now_s:
+            self._stand(link, partial(self._tell_lost, pipe, link, tell))
+        elif pipe.last_s > self.time.now_s or pipe.flying:
+            self.time.at(pipe.last_s, self._tell_lost, pipe, link, tell)
         else:
             tell()
+
+    def _stand(self, link: Link, go_on: Callable[[], None]) -> None:
+        """Until the link is whole."""
+        standing = self._standing.setdefault(link, [])
+        standing.append(go_on)
+        if len(standing) == 1:
+            self.time.at(self.open_s(*link), self._go_on, link)
+
+    def _go_on(self, link: Link) -> None:
+        open_s = self.open_s(*link)
+        if open_s > self.time.now_s:  # it was parted for longer meanwhile
+            self.time.at(open_s, self._go_on, link)
+            return
+        for go_on in self._standing.pop(link, ()):
+            go_on()
 
 
 class _SimLane(LaneSocket):

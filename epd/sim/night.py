@@ -14,8 +14,6 @@ import xxhash
 from epd.observe.log import configure_logging
 from epd.sim.hour import HOUR_S, Hour, simulate_hour
 
-_HOURS_PER_PROCESS: Final = 50
-"""Then a fresh one takes over."""
 _TOLD: Final = 20
 """Violations in the report; all of them are told when they happen."""
 
@@ -101,9 +99,7 @@ def _hours(seed: int, lengths: list[tuple[int, float]], jobs: int, traces: Path 
         yield from map(work, lengths)
         return
     fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(jobs, len(lengths)), fresh, be_quiet, max_tasks_per_child=_HOURS_PER_PROCESS
-    ) as processes:
+    with ProcessPoolExecutor(min(jobs, len(lengths)), fresh, be_quiet) as processes:
         yield from processes.map(work, lengths)
 
 

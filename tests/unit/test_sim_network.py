@@ -148,6 +148,23 @@ def test_a_parted_link_says_nothing_and_delivers_when_it_is_whole(pair: Pair) ->
     assert pair.listening.received == frames
 
 
+def test_what_stands_goes_on_when_everything_is_healed(pair: Pair) -> None:
+    pair.network.part(HERE, THERE, 3_600.0)
+    frames = pair.send(3)
+    (connection,) = pair.network.connections
+    pair.run(1.0)
+    pair.network.heal()
+    pair.run(0.1)
+    assert pair.listening.received == frames
+    pair.network.part(THERE, HERE, 3_600.0)
+    pair.network.break_connection(connection)
+    pair.run(1.0)
+    assert pair.dialling.lost == []
+    pair.network.heal()
+    pair.run(0.1)
+    assert pair.dialling.lost == ["connection lost"]
+
+
 def test_one_direction_can_be_parted_alone(pair: Pair) -> None:
     pair.network.part(HERE, THERE, 5.0)
     pair.send(1)
