@@ -5,12 +5,12 @@ import os
 import secrets
 import sys
 import tempfile
-from typing import Any
 
 import click
 import uvloop
 
 from epd.chaos.run import Options, run
+from epd.cli.report import print_report
 from epd.dataplane.select import Choice
 
 
@@ -41,15 +41,5 @@ def chaos_command(seed: int | None, requests: int, data_plane: Choice, verify: s
     if as_json:
         click.echo(json.dumps(report))
     else:
-        _print(report)
+        print_report(report)
     sys.exit(0 if report["ok"] else 1)
-
-
-def _print(report: dict[str, Any]) -> None:
-    for key, value in report.items():
-        shown = (
-            ", ".join(f"{name} {count}" for name, count in value.items())
-            if isinstance(value, dict)
-            else value
-        )
-        click.echo(f"{key:<16} {shown}")

@@ -4,10 +4,10 @@ import json
 import secrets
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
+from epd.cli.report import print_report
 from epd.runtime.processors import usable_processors
 from epd.sim.night import Night, be_quiet, simulate
 
@@ -44,7 +44,7 @@ def simulate_command(
     if as_json:
         click.echo(json.dumps(report))
     else:
-        _print(report)
+        print_report(report)
     sys.exit(0 if night.ok else 1)
 
 
@@ -56,13 +56,3 @@ def _tell(night: Night) -> None:
         click.echo(f"hour {hour.hour} (again: {again}):", err=True)
         for violation in (*hour.violations, *(f"{name}: {count}" for name, count in hour.residue.items())):
             click.echo(f"  {violation}", err=True)
-
-
-def _print(report: dict[str, Any]) -> None:
-    for key, value in report.items():
-        shown = (
-            ", ".join(f"{name} {count}" for name, count in value.items())
-            if isinstance(value, dict)
-            else value
-        )
-        click.echo(f"{key:<16} {shown}")

@@ -5,15 +5,20 @@ receive, so whoever has sent calls `read` once in the same turn of the loop. A l
 unread one hides the loss of its connection.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from epd.protocol.ids import SessionId
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address
 from epd.runtime.keys import Security
+
+READ_BATCH: Final = 256
+"""Frames read before the loop's other work has its turn; on the media lane `READ_BATCH_MEDIA`."""
+READ_BATCH_MEDIA: Final = 16
 
 
 class SendResult(Enum):
@@ -53,22 +58,19 @@ class LaneOwner(Protocol):
 
 
 class LaneSocket(ABC):
-    """One end of a lane; used in the loop's thread only."""
+    """One end of a lane; used in the thread of `loop` only."""
 
-    lane: Lane
-    closed: bool
+    def __init__(self, lane: Lane, owner: LaneOwner, loop: asyncio.AbstractEventLoop) -> None:
+        self.lane = lane
+        self.closed = False
+        self._owner = owner
+        self._loop = loop
+        self._batch = READ_BATCH if lane is Lane.CONTROL else READ_BATCH_MEDIA
+        self._again: asyncio.Handle | None = None
 
     @abstractmethod
     def start_reading(self) -> None:
         """Read from now on, first what is there already."""
-
-    @abstractmethod
-    def read(self) -> int:
-        """Receive what is there, up to a batch, then come back by itself. Returns the count."""
-
-    @abstractmethod
-    def read_all(self) -> None:
-        """Receive all that is there: before acting on the loss of a connection."""
 
     @abstractmethod
     def send(self, routing_id: bytes, frame: bytes) -> SendResult:
@@ -77,6 +79,52 @@ class LaneSocket(ABC):
     @abstractmethod
     def close(self) -> None:
         """Idempotent. Drops what has not gone out, or was not read."""
+
+    @abstractmethod
+    def _receive(self) -> list[Any] | None:
+        """The parts of the next message, None if there is none now."""
+
+    def read(self) -> int:
+        """Receive what is there, up to a batch, then come back by itself. Returns the count."""
+        count = self._read_batch()
+        if count == self._batch:
+            self._read_soon()
+        return count
+
+    def read_all(self) -> None:
+        """Receive all that is there: before acting on the loss of a connection."""
+        while self._read_batch() == self._batch:
+            pass
+
+    def _read_soon(self) -> None:
+        """As if woken, in the loop's next turn."""
+        if not self.closed and self._again is None:
+            self._again = self._loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        """There is something to read, perhaps, or room to send."""
+        self._again = None
+        if self.closed:
+            return
+        try:
+            count = self.read()
+            if not self.closed:
+                self._owner.lane_woken(self, count)
+        except Exception as error:
+            self._owner.lane_failed(error)
+
+    def _end_reading(self) -> None:
+        self.closed = True
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+    def _read_batch(self) -> int:
+        count = 0
+        while count < self._batch and not self.closed and (parts := self._receive()) is not None:
+            count += 1
+            self._owner.lane_received(self, parts)
+        return count
 
 
 class ListeningLane(LaneSocket):

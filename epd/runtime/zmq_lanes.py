@@ -16,7 +16,7 @@ import asyncio
 import resource
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -36,9 +36,6 @@ from epd.runtime.lanes import (
     routing_id_of,
 )
 
-READ_BATCH: Final = 256
-"""Frames read before the loop's other work has its turn; on the media lane `READ_BATCH_MEDIA`."""
-READ_BATCH_MEDIA: Final = 16
 _HWM: Final = {Lane.CONTROL: 1000, Lane.MEDIA: 4}
 """Frames per peer inside ZeroMQ. Media are cut late from our queue: 4 x 1 MiB, not 1 GB."""
 _BACKLOG: Final = 512
@@ -77,63 +74,28 @@ class ZmqLane(LaneSocket):
     """One socket and its registration in the loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], lane: Lane, owner: LaneOwner) -> None:
-        self.lane = lane
-        self.closed = False
+        super().__init__(lane, owner, asyncio.get_running_loop())
         self._socket = socket
-        self._owner = owner
-        self._loop = asyncio.get_running_loop()
-        self._batch = READ_BATCH if lane is Lane.CONTROL else READ_BATCH_MEDIA
         # Media bodies stay views of ZeroMQ's own memory: a megabyte is not copied to be read.
         # So do control frames of an authenticated peer: only an uncopied frame knows its key.
         self._copy = lane is Lane.CONTROL and not socket.getsockopt(zmq.CURVE_SERVER)
-        self._again: asyncio.Handle | None = None
         self._fd = socket.fileno()
 
     def start_reading(self) -> None:
         self._loop.add_reader(self._fd, self._wake)
-        self._again = self._loop.call_soon(self._wake)
-
-    def read(self) -> int:
-        count = self._read_batch()
-        if count == self._batch and not self.closed and self._again is None:
-            self._again = self._loop.call_soon(self._wake)
-        return count
-
-    def read_all(self) -> None:
-        while self._read_batch() == self._batch:
-            pass
+        self._read_soon()
 
     def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self._loop.remove_reader(self._fd)
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        self._socket.close(0)
+        if not self.closed:
+            self._loop.remove_reader(self._fd)
+            self._end_reading()
+            self._socket.close(0)
 
-    def _read_batch(self) -> int:
-        count = 0
-        while count < self._batch and not self.closed:
-            try:
-                parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=self._copy)
-            except zmq.Again:
-                break
-            count += 1
-            self._owner.lane_received(self, parts)
-        return count
-
-    def _wake(self) -> None:
-        self._again = None
-        if self.closed:
-            return
+    def _receive(self) -> list[Any] | None:
         try:
-            count = self.read()
-            if not self.closed:
-                self._owner.lane_woken(self, count)
-        except Exception as error:
-            self._owner.lane_failed(error)
+            return self._socket.recv_multipart(zmq.DONTWAIT, copy=self._copy)
+        except zmq.Again:
+            return None
 
 
 def _apply_options(socket: zmq.Socket[bytes], lane: Lane, address: Address, handshake_s: float) -> None:

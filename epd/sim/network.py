@@ -31,7 +31,6 @@ _LATENCY_S: Final = 100e-6
 _BYTES_PER_S: Final = 1e9
 _STANDING: Final = {Lane.CONTROL: 400, Lane.MEDIA: 8}
 """Frames of one connection that may stand on both sides before there is no room."""
-_READ_BATCH: Final = {Lane.CONTROL: 256, Lane.MEDIA: 16}
 _ASK_AGAIN_S: Final = 0.05
 _SWALLOWED: Final = 0.1
 """Of the wake-ups so many are lost to a send that came between, as ZeroMQ's are."""
@@ -272,40 +271,30 @@ class Network:
 
 
 class _SimLane(LaneSocket):
-    """One end; what has arrived stands in `inbox`, in its order."""
+    """One end; what has arrived stands in an inbox, in its order."""
 
     def __init__(self, network: Network, process: Process, host: str, lane: Lane, owner: LaneOwner) -> None:
+        super().__init__(lane, owner, process.loop)
         self.network = network
         self.process = process
         self.host = host
-        self.lane = lane
-        self.closed = False
-        self._owner = owner
         self._inbox: deque[tuple[_Pipe, list[Any]]] = deque()
         self._reading = False
-        self._wake: Any = None
 
     def start_reading(self) -> None:
         self._reading = True
-        self.wake_up()
+        self._read_soon()
 
     def read(self) -> int:
-        if self._wake is not None and self.network.rng.random() < _SWALLOWED:
-            self._wake.cancel()
-            self._wake = None
-        count = self._read_batch()
-        if count == _READ_BATCH[self.lane]:
-            self.wake_up()
-        return count
-
-    def read_all(self) -> None:
-        while self._read_batch() == _READ_BATCH[self.lane]:
-            pass
+        if self._again is not None and self.network.rng.random() < _SWALLOWED:
+            self._again.cancel()
+            self._again = None
+        return super().read()
 
     def wake_up(self) -> None:
         """As its descriptor does."""
-        if self._reading and not self.closed and self._wake is None:
-            self._wake = self.process.loop.call_soon(self._woken)
+        if self._reading:
+            self._read_soon()
 
     def take(self, connection: Connection, pipe: _Pipe, frame: bytes) -> None:
         """A frame has arrived."""
@@ -315,32 +304,16 @@ class _SimLane(LaneSocket):
     def _parts(self, connection: Connection, frame: bytes) -> list[Any]:
         return [frame]
 
-    def _read_batch(self) -> int:
-        count = 0
-        while self._inbox and count < _READ_BATCH[self.lane] and not self.closed:
-            pipe, parts = self._inbox.popleft()
-            self.network.received(pipe)
-            count += 1
-            self._owner.lane_received(self, parts)
-        return count
-
-    def _woken(self) -> None:
-        self._wake = None
-        if self.closed:
-            return
-        try:
-            count = self.read()
-            if not self.closed:
-                self._owner.lane_woken(self, count)
-        except Exception as error:
-            self._owner.lane_failed(error)
+    def _receive(self) -> list[Any] | None:
+        if not self._inbox:
+            return None
+        pipe, parts = self._inbox.popleft()
+        self.network.received(pipe)
+        return parts
 
     def _close(self) -> None:
-        self.closed = True
+        self._end_reading()
         self._inbox.clear()
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
 
 
 class SimListeningLane(_SimLane, ListeningLane):

@@ -48,8 +48,8 @@ from epd.protocol.wire import HEADER_NBYTES, MEDIA_CHUNK_NBYTES, Lane, decode_bo
 from epd.runtime import dialler, endpoint
 from epd.runtime.addresses import Address, resolve
 from epd.runtime.endpoint import EARLY_MESSAGES
+from epd.runtime.lanes import READ_BATCH
 from epd.runtime.outbox import MAX_MEDIA_MESSAGES
-from epd.runtime.zmq_lanes import READ_BATCH
 
 LOOPBACK = "tcp://127.0.0.1:0"
 Make = Callable[..., TestNode]
