@@ -26,7 +26,8 @@ _PEACE_S: Final = 400.0
 _LAST_REQUESTS: Final = 3
 _LEAVING_S: Final = 60.0
 _PAGE_NBYTES: Final = 4096
-_RETENTION_LEFT_S: Final = 1.0
+_LOOK_S: Final = (0.5, 1.5)
+"""Never in step with a heartbeat, which is something held for a moment."""
 
 
 class Hour(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,19 +137,22 @@ class _Left:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._rng = cluster.rng("looks")
         self._is_empty = False
 
     def run_to_peace(self, until_s: float) -> dict[str, int]:
         """Until nothing is left; or what is, then."""
         self._is_empty = False
-        time = self._cluster.time
-        time.after(_RETENTION_LEFT_S, self._look)
-        time.run(until_s, lambda: self._is_empty)
+        self._look_later()
+        self._cluster.time.run(until_s, lambda: self._is_empty)
         return {} if self._is_empty else self._cluster.residue()
+
+    def _look_later(self) -> None:
+        self._cluster.time.after(self._rng.uniform(*_LOOK_S), self._look)
 
     def _look(self) -> None:
         if self._cluster.residue():
-            self._cluster.time.after(_RETENTION_LEFT_S, self._look)
+            self._look_later()
         else:
             self._is_empty = True
 
