@@ -5,6 +5,7 @@ Nothing waits for anything real. What asyncio would do in other threads is done 
 
 import asyncio
 import contextvars
+import inspect
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -68,8 +69,12 @@ class SimLoop(asyncio.BaseEventLoop):
         self._killed = True
         asyncio._set_running_loop(self)
         try:
-            for task in asyncio.all_tasks(self):
-                _end(task.get_coro())
+            for _ in range(_FINALLYS):  # what ends may start something
+                left = [task for task in asyncio.all_tasks(self) if _is_open(task)]
+                if not left:
+                    break
+                for task in left:
+                    _end(task.get_coro())
         finally:
             asyncio._set_running_loop(None)
         self._soon.clear()
@@ -141,3 +146,8 @@ def _end(coroutine: Any) -> None:
         except RuntimeError:  # it has ignored its end, and goes on to the next one
             continue
         return
+
+
+def _is_open(task: asyncio.Task[Any]) -> bool:
+    coroutine: Any = task.get_coro()
+    return inspect.getcoroutinestate(coroutine) != inspect.CORO_CLOSED

@@ -59,6 +59,8 @@ class Process:
         self._failed = failed
         self._turn_s: float | None = None
         self._free_s = 0.0
+        self.went_on_s = 0.0
+        """When it was stopped for the last time and went on, by its own clock."""
         self.loop = SimLoop(self.now_s, self._wake, lambda context: failed(name, context))
 
     def now_s(self) -> float:
@@ -77,6 +79,7 @@ class Process:
         """As SIGCONT."""
         if self.stopped:
             self.stopped = False
+            self.went_on_s = self.now_s()
             self._turn_s = None
             self._wake_when_due()
 
