@@ -54,7 +54,7 @@ Mail = PeerAnnounced | PeerGone | ReadOrder | AbortOrder | PollerNews
 
 
 class Reads(Protocol):
-    """What performs the reads: `ReadPoller`, or `epd.actors.push.PushedReads`. Answers with `PollerNews`."""
+    """What performs the reads: `ReadPoller` or `PushedReads`. Answers with `PollerNews`."""
 
     def read(self, request: ReadRequest) -> None: ...
 

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from epd.actors import dedup, encode, push, transfer
+from epd.actors import dedup, encode, push_writer, transfer
 from epd.actors.staging_buffers import StagingBuffers
 from epd.config import Config, PicturesConfig
 from epd.dataplane.push import PushPlane
@@ -93,13 +93,13 @@ class EncoderNode(Node):
         self.buffers.to_encode = self.dedup.to_encode = self.encode.mailbox
         self._actors += [self.buffers, self.dedup, self.encode]
         self._add_clients(None, stack)
-        self.push_writer: push.PushWriter | None = None
+        self.push_writer: push_writer.PushWriter | None = None
         if isinstance(self.plane, PushPlane):
             self.push_writer = self._make_push_writer(self.plane, stack)
         self.worker.start(regions, encode.WorkerMail(self.encode.mailbox.tell))
         stack.push_async_callback(asyncio.to_thread, self.worker.stop)
 
-    def _make_push_writer(self, plane: PushPlane, stack: contextlib.AsyncExitStack) -> push.PushWriter:
+    def _make_push_writer(self, plane: PushPlane, stack: contextlib.AsyncExitStack) -> push_writer.PushWriter:
         mailbox = self._mailbox("push")
         poller = self.host.poller(
             plane,
@@ -108,7 +108,7 @@ class EncoderNode(Node):
             check=False,
         )
         stack.push_async_callback(asyncio.to_thread, poller.stop)
-        writer = push.PushWriter(mailbox, self.endpoint, self.pool, poller)
+        writer = push_writer.PushWriter(mailbox, self.endpoint, self.pool, poller)
         self._actors.append(writer)
         return writer
 
@@ -154,14 +154,14 @@ class EncoderNode(Node):
     def _peer_opened(self, session: SessionId, peer: PeerInfo) -> None:
         self.encode.mailbox.tell(encode.PeerOpened(session, peer.node))
         if self.push_writer is not None:
-            self.push_writer.mailbox.tell(push.ReaderOpened(session, peer.segment))
+            self.push_writer.mailbox.tell(push_writer.ReaderOpened(session, peer.segment))
         self.endpoint.send(session, Regions(self.plane.export()))
 
     def _peer_ended(self, session: SessionId, peer: PeerInfo | None, code: str, reason: str) -> None:
         self.encode.mailbox.tell(encode.SessionOver(session))
         self.dedup.mailbox.tell(dedup.SessionOver(session))
         if self.push_writer is not None:
-            self.push_writer.mailbox.tell(push.ReaderGone(session))
+            self.push_writer.mailbox.tell(push_writer.ReaderGone(session))
 
     def session_suspect(self, session: SessionId, suspect: bool) -> None:
         """A silent prefill node keeps what it has until its session is dead."""
@@ -175,7 +175,7 @@ class EncoderNode(Node):
             elif isinstance(message, MediaMissing):
                 self.dedup.mailbox.tell(dedup.MediaAbsent(session, message.sha256))
             elif isinstance(message, Windows | PushWanted | Reconcile) and self.push_writer is not None:
-                self.push_writer.mailbox.tell(push.FromReader(session, message))
+                self.push_writer.mailbox.tell(push_writer.FromReader(session, message))
 
     def _peer_writable(self, session: SessionId) -> None:
         """An encoder sends nothing on the media lane of its prefill nodes."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from epd.actors import prefill, push, transfer
+from epd.actors import prefill, pushed_reads, transfer
 from epd.actors.receive_buffers import ReceiveBuffers
 from epd.dataplane.poller import Tap
 from epd.dataplane.push import PushPlane
@@ -63,7 +63,7 @@ class PrefillNode(Node):
         if self.monitor is not None:
             self.monitor.steps.nbytes_of = self.buffers.lease_nbytes
         transfer_mailbox = self._mailbox("transfer")
-        self.pushed: push.PushedReads | None = None
+        self.pushed: pushed_reads.PushedReads | None = None
         reads_by: transfer.Reads
         if isinstance(self.plane, PushPlane):
             reads_by = self.pushed = self._make_pushed_reads(self.plane, transfer_mailbox, stack)
@@ -109,10 +109,10 @@ class PrefillNode(Node):
 
     def _make_pushed_reads(
         self, plane: PushPlane, to_transfer: Mailbox[Any], stack: contextlib.AsyncExitStack
-    ) -> push.PushedReads:
+    ) -> pushed_reads.PushedReads:
         thread = ThreadPoolExecutor(1, "epd-windows")
         stack.callback(thread.shutdown)
-        pushed = push.PushedReads(
+        pushed = pushed_reads.PushedReads(
             self.runtime,
             self._mailbox("push"),
             self.endpoint,
@@ -256,7 +256,7 @@ class PrefillNode(Node):
             ):
                 self.prefill.mailbox.tell(prefill.FromEncoder(session, message))
             elif isinstance(message, EmbeddingWritten | Drained) and self.pushed is not None:
-                self.pushed.mailbox.tell(push.FromWriter(session, message))
+                self.pushed.mailbox.tell(pushed_reads.FromWriter(session, message))
 
     def _peer_writable(self, session: SessionId) -> None:
         self.prefill.mailbox.tell(prefill.MediaWritable(session))

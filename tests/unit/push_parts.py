@@ -5,7 +5,7 @@ from typing import Any
 
 from pools import make_pool
 
-from epd.actors.push import FromReader, PushWriter, ReaderOpened
+from epd.actors.push_writer import FromReader, PushWriter, ReaderOpened
 from epd.actors.transfer import PollerNews
 from epd.dataplane.poller import PeerOpened, ReadDone, ReadRequest
 from epd.protocol.ids import ReadId, RegionId, SessionId

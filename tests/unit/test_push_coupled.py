@@ -8,7 +8,7 @@ import pytest
 from machines import Bench
 from push_parts import A, Parts
 
-from epd.actors.push import ReaderGone
+from epd.actors.push_writer import ReaderGone
 from epd.actors.transfer import PollerNews
 from epd.dataplane.poller import ReadDone
 from epd.protocol import push

@@ -3,7 +3,7 @@
 import pytest
 from push_parts import WINDOWS, A, B, Parts
 
-from epd.actors.push import ReaderGone
+from epd.actors.push_writer import ReaderGone
 from epd.actors.transfer import PollerNews
 from epd.dataplane.poller import PeerOpened
 from epd.protocol.ids import RegionId, Seal, WriteId

@@ -1,36 +1,25 @@
-"""Push: the prefill node's reads, performed by the encoder. Only in nodes with `direction = push`.
+"""The prefill node's half of push: reads that the encoder performs. Only in nodes with `direction = push`.
 
 Everything above stays as it is: a read is asked for, and ends with one `ReadDone`. `PushedReads` stands
-where the poller stands on a prefill node that pulls; it asks the encoder to write the source, and ends
-the read by the rules of the window machine. `PushWriter` is the encoder's half: it hands the writes to
-its own poller, payload first, then the seal that the source has by then.
+where the poller stands on a prefill node that pulls; it asks the encoder (`epd.actors.push_writer`) to
+write the source, and ends the read by the rules of the window machine.
 """
 
 import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
 from epd.actors.transfer import PollerNews
 from epd.dataplane.base import DataPlane
-from epd.dataplane.poller import (
-    PeerOpened,
-    PollerFailed,
-    ReadDone,
-    ReadPoller,
-    ReadPosted,
-    ReadRequest,
-    ReadResult,
-)
+from epd.dataplane.poller import PeerOpened, ReadDone, ReadPosted, ReadRequest, ReadResult
 from epd.dataplane.push import PushPlane
-from epd.memory.pool import Extent, Pool
-from epd.observe.log import log_info
 from epd.protocol import push
 from epd.protocol.errors import DataPlaneError
-from epd.protocol.ids import ReadId, Seal, SessionId, WriteId
+from epd.protocol.ids import ReadId, SessionId, WriteId
 from epd.protocol.machine import Effect
 from epd.protocol.messages import (
     Drained,
@@ -38,11 +27,9 @@ from epd.protocol.messages import (
     PushWanted,
     Reconcile,
     RegionDescriptor,
-    Source,
     Windows,
-    WriteOutcome,
 )
-from epd.protocol.sources import SEAL_WORD, seal_offset, sealed_nbytes
+from epd.protocol.sources import seal_offset
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint
 from epd.runtime.machines import MachineTable
@@ -50,12 +37,6 @@ from epd.runtime.mailbox import Mailbox, Ref
 from epd.runtime.runtime import Runtime
 
 _log = structlog.get_logger()
-
-_MAX_OPEN_WRITES: Final = 65_536
-"""Of one session; what it asks for beyond is answered as not begun."""
-
-
-# -- the prefill node's half -------------------------------------------------------------------
 
 
 class WindowAsked(NamedTuple):
@@ -95,7 +76,7 @@ class Compared(NamedTuple):
     equal: bool
 
 
-ReaderMail = (
+Mail = (
     ReadRequest | WindowAsked | WindowUnwanted | AbortAsked | FromWriter | WindowMade | WindowTaken | Compared
 )
 
@@ -105,7 +86,7 @@ class _Asked(NamedTuple):
     started_s: float
 
 
-class PushedReads(Actor[ReaderMail]):
+class PushedReads(Actor[Mail]):
     """Reads that encoders perform; what `TransferActor` asks of a poller can be asked of it.
 
     `thread` has one thread: windows are made and taken away there, and digests computed. Without `check`
@@ -115,7 +96,7 @@ class PushedReads(Actor[ReaderMail]):
     def __init__(
         self,
         runtime: Runtime,
-        mailbox: Mailbox[ReaderMail],
+        mailbox: Mailbox[Mail],
         endpoint: Endpoint,
         plane: PushPlane,
         thread: Executor,
@@ -134,7 +115,7 @@ class PushedReads(Actor[ReaderMail]):
         self._writes: dict[WriteId, _Asked] = {}
         self._of_read: dict[ReadId, WriteId] = {}
         self._next_write = 1
-        self._running: set[asyncio.Future[ReaderMail]] = set()
+        self._running: set[asyncio.Future[Mail]] = set()
         self.fenced = 0
         """Windows that were revoked, by proof."""
         self.to_transfer: Ref[PollerNews]
@@ -156,7 +137,7 @@ class PushedReads(Actor[ReaderMail]):
 
     # -- mail ------------------------------------------------------------------------------------
 
-    def handle(self, message: ReaderMail) -> None:
+    def handle(self, message: Mail) -> None:
         match message:
             case ReadRequest():
                 self._start(message)
@@ -240,7 +221,7 @@ class PushedReads(Actor[ReaderMail]):
     def _tell(self, result: ReadResult) -> None:
         self.to_transfer.tell(PollerNews([result]))
 
-    def _work(self, work: Callable[..., ReaderMail], *arguments: object) -> None:
+    def _work(self, work: Callable[..., Mail], *arguments: object) -> None:
         """Do it in the thread; what it returns is mail."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         self._running.add(running)
@@ -293,181 +274,3 @@ def _taken(plane: PushPlane, session: SessionId) -> WindowTaken:
 
 def _compared(plane: DataPlane, write: WriteId, request: ReadRequest) -> Compared:
     return Compared(write, plane.digest(request.local_address, request.source.nbytes) == request.digest)
-
-
-# -- the encoder's half ------------------------------------------------------------------------
-
-
-class ReaderOpened(NamedTuple):
-    """A prefill node; its engine is at `segment`."""
-
-    session: SessionId
-    segment: str
-
-
-class ReaderGone(NamedTuple):
-    session: SessionId
-
-
-class FromReader(NamedTuple):
-    session: SessionId
-    message: Windows | PushWanted | Reconcile
-
-
-WriterMail = ReaderOpened | ReaderGone | FromReader | PollerNews
-
-
-class _Write:
-    __slots__ = ("failed", "read", "sealing", "wanted")
-
-    def __init__(self, wanted: PushWanted) -> None:
-        self.wanted = wanted
-        self.read: ReadId | None = None
-        """Under which number our poller has it; None: not yet."""
-        self.sealing = False
-        """The payload has arrived; the seal is on its way."""
-        self.failed = False
-        """Terminal, but parts may be on their way: remembered, so that it is never said to be drained."""
-
-
-class _Reader:
-    """One session. `writes` are those that have no last word, or had `unknown`."""
-
-    __slots__ = ("last", "ready", "segment", "writes")
-
-    def __init__(self, segment: str) -> None:
-        self.segment = segment
-        self.ready = False
-        self.last = WriteId(0)
-        self.writes: dict[WriteId, _Write] = {}
-
-
-class PushWriter(Actor[WriterMail]):
-    """Writes staged sources into windows, as prefill nodes ask; `poller` is over a `PushPlane`."""
-
-    def __init__(
-        self, mailbox: Mailbox[WriterMail], endpoint: Endpoint, pool: Pool, poller: ReadPoller
-    ) -> None:
-        super().__init__("push", mailbox)
-        self._endpoint = endpoint
-        self._pool = pool
-        self._poller = poller
-        self._readers: dict[SessionId, _Reader] = {}
-        self._posted: dict[ReadId, tuple[SessionId, WriteId]] = {}
-        self._next_read = 1
-
-    def handle(self, message: WriterMail) -> None:
-        match message:
-            case FromReader():
-                reader = self._readers.get(message.session)
-                if reader is not None:
-                    self._hear(message.session, reader, message.message)
-            case PollerNews():
-                for result in message.results:
-                    self._news(result)
-            case ReaderOpened():
-                self._readers[message.session] = _Reader(message.segment)
-            case ReaderGone():
-                self._lose(message.session)
-
-    def _hear(self, session: SessionId, reader: _Reader, message: Windows | PushWanted | Reconcile) -> None:
-        match message:
-            case Windows():
-                self._poller.open_peer(session, reader.segment, message.regions)
-            case PushWanted():
-                if message.write <= reader.last:
-                    return  # a repeat: its slot may be somebody else's by now
-                reader.last = message.write
-                if len(reader.writes) >= _MAX_OPEN_WRITES or not self._is_staged(message.source):
-                    self._endpoint.send(session, EmbeddingWritten(message.write, "untouched"))
-                    return
-                reader.writes[message.write] = write = _Write(message)
-                if reader.ready:
-                    self._post(session, write)
-            case Reconcile():
-                self._reconcile(session, reader, message.writes)
-
-    def _is_staged(self, source: Source) -> bool:
-        """Inside one region of our pool, its seal too. Whether it is still that source, the seal tells."""
-        regions = self._pool.total_nbytes // self._pool.region_nbytes
-        end = source.offset + sealed_nbytes(source.nbytes)
-        in_region = source.offset >= 0 and source.nbytes >= 0 and end <= self._pool.region_nbytes
-        return in_region and 0 <= source.region < regions
-
-    def _post(self, session: SessionId, write: _Write) -> None:
-        """Its payload; then, when that has arrived, the seal that stands behind it now."""
-        wanted, source = write.wanted, write.wanted.source
-        start, nbytes = 0, source.nbytes
-        if write.sealing:
-            start, nbytes = seal_offset(nbytes), SEAL_WORD.size
-        write.read = read = ReadId(self._next_read)
-        self._next_read += 1
-        self._posted[read] = (session, wanted.write)
-        address = self._pool.address(Extent(source.region, source.offset + start, nbytes))
-        into = Source(wanted.region, wanted.offset + start, nbytes, Seal(0))
-        self._poller.read(ReadRequest(read, session, address, into))
-
-    def _reconcile(self, session: SessionId, reader: _Reader, writes: tuple[WriteId, ...]) -> None:
-        drained = []
-        for number in writes:
-            write = reader.writes.get(number)
-            if write is None or write.read is None:
-                reader.writes.pop(number, None)
-                reader.last = max(reader.last, number)
-                drained.append(number)
-            elif write.failed:
-                self._endpoint.send(session, EmbeddingWritten(number, "unknown"))
-            else:
-                self._poller.abort(write.read)
-        if drained:
-            self._endpoint.send(session, Drained(tuple(drained)))
-
-    def _news(self, result: ReadResult) -> None:
-        match result:
-            case ReadDone():
-                self._end(result)
-            case PeerOpened():
-                reader = self._readers.get(result.session)
-                if reader is None:
-                    return
-                if not result.ok:
-                    self._endpoint.close(result.session, DataPlaneError.code, result.reason)
-                    return
-                reader.ready = True
-                for write in reader.writes.values():
-                    self._post(result.session, write)
-            case PollerFailed():
-                raise DataPlaneError(f"the poller of writes failed: {result.reason}")
-
-    def _end(self, done: ReadDone) -> None:
-        session, number = self._posted.pop(done.read)
-        reader = self._readers.get(session)
-        if reader is None:
-            return
-        write = reader.writes[number]
-        if done.outcome == "ok" and not write.sealing:
-            write.sealing = True
-            self._post(session, write)
-            return
-        outcome: WriteOutcome = "written"
-        if done.outcome != "ok":
-            outcome = "unknown" if done.posted else "untouched"
-        if outcome == "unknown":
-            write.failed = True
-            log_info("a write failed", session=session, outcome=done.outcome)
-        else:
-            del reader.writes[number]
-        self._endpoint.send(session, EmbeddingWritten(number, outcome))
-
-    def _lose(self, session: SessionId) -> None:
-        """Its window is being revoked: what still runs would wait for a peer that may never answer."""
-        reader = self._readers.pop(session, None)
-        if reader is None:
-            return
-        for write in reader.writes.values():
-            if write.read is not None and not write.failed:
-                self._poller.abort(write.read)
-        self._poller.close_peer(session)
-
-    def counts(self) -> dict[str, int]:
-        return {"writes": len(self._posted), "readers": len(self._readers)}
