@@ -522,8 +522,8 @@ class PrefillActor(Actor[Mail]):
     # -- encoders ----------------------------------------------------------------------------
 
     def _encoder_available(self) -> None:
-        for transfer, open_request in list(self._open.items()):
-            if not open_request.attempts or self._has_placing(transfer):
+        for transfer in list(self._open):
+            if self._has_placing(transfer):
                 self._feed(transfer, t.EncoderAvailable())
 
     def _has_placing(self, transfer: TransferId) -> bool:
