@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 from epd.check.explorer import explore
 from epd.check.faults import ALL, CHANNEL, CONSUMER, ENCODER, HOSTILE, RANKS, READS, TIMEOUTS
 from epd.check.machines import Cell
+from epd.check.relation import Transition
 from epd.check.script import WORLDS, script_of
 from epd.check.setup import Part, Setup
 
@@ -25,6 +26,7 @@ class Result(NamedTuple):
     complete: bool
     seconds: float
     visited: frozenset[Cell]
+    relation: frozenset[Transition]
     violation: str | None
     script: tuple[str, ...]
 
@@ -78,6 +80,28 @@ CONFIGURATIONS: Final = (
         Setup(((Part((0, 1)),),), ORDERED, 1, rows=(1, 1), pool_slots=2),
     ),
     Configuration(
+        "two-items-two-slots",
+        "as before with a staging slot for each: a read fails while the other picture is announced",
+        Setup(((Part((0, 1)),),), READS, 1, rows=(1, 1), staging_slots=2, pool_slots=2),
+    ),
+    Configuration(
+        "two-parts-one-fails",
+        "1 request in two parts on two encoders; a picture of one is not what was announced",
+        Setup(
+            ((Part((0,)), Part((1,), 1)),),
+            frozenset({"bad-media"}),
+            1,
+            rows=(1, 1),
+            encoders=2,
+            pool_slots=2,
+        ),
+    ),
+    Configuration(
+        "many-pieces",
+        "1 request whose read has more pieces than are posted at once; some fail",
+        Setup((ONE,), READS, 1, rows=(5,)),
+    ),
+    Configuration(
         "mailboxes",
         "1 request, 1 encoder; messages between a node's actors wait in their mailboxes",
         Setup((ONE,), ORDERED, 1, mailboxes="both"),
@@ -91,6 +115,11 @@ CONFIGURATIONS: Final = (
         "too-large",
         "1 request that would not fit an empty pool",
         Setup(((Part((0, 0)),),), CONSUMER | CHANNEL, 1, rows=(1,)),
+    ),
+    Configuration(
+        "too-large-to-stage",
+        "1 request that an encoder's staging would never hold",
+        Setup((ONE,), CONSUMER | CHANNEL, 1, staging_rows=1),
     ),
     Configuration(
         "hostile",
@@ -110,9 +139,9 @@ CONFIGURATIONS: Final = (
         "sessions",
     ),
     Configuration(
-        "sessions-closing",
-        "1 session that both sides may close at once",
-        Setup((), frozenset({"close"}), 2, attempts=1),
+        "sessions-silent",
+        "1 session whose peer is silent, suspected, heard again; both sides may close it at once",
+        Setup((), frozenset({"silence", "cut", "close", "probe", "beat"}), 2, attempts=1),
         "sessions",
     ),
     Configuration(
@@ -174,6 +203,7 @@ def run_configuration(
         explored.complete,
         explored.seconds,
         frozenset(world.machines.visited),
+        frozenset(world.machines.relation),
         violation,
         script,
     )

@@ -155,7 +155,9 @@ class EncoderNode:
         match message:
             case m.EncodeRequest():
                 specs = tuple(spec_of(self._setup, kind_of(item)) for item in message.items)
-                request = encoder.RequestReceived(message.attempt, message.items, specs, DEADLINE_S)
+                large = [item for item, spec in enumerate(specs) if spec.rows > self._setup.staging_rows]
+                refusal = m.ErrorValue("request_too_large", False, "", large[0]) if large else None
+                request = encoder.RequestReceived(message.attempt, message.items, specs, DEADLINE_S, refusal)
                 self._feed_part(key, request)
                 if self._draining:
                     self._feed_part(key, encoder.DrainWanted())

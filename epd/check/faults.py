@@ -8,6 +8,6 @@ TIMEOUTS: Final = frozenset({"timeout", "read-timeout", "warning", "part-deadlin
 READS: Final = frozenset({"read-fails", "stick-read"})
 ENCODER: Final = frozenset({"evict", "drain", "bad-media", "forward-fails", "stick-forward"})
 RANKS: Final = frozenset({"lose-rank"})
-SESSIONS: Final = frozenset({"close", "probe", "beat", "reorder", "garble", "refuse"})
+SESSIONS: Final = frozenset({"close", "probe", "beat", "silence", "reorder", "garble", "refuse"})
 CONSUMER: Final = frozenset({"cancel"})
 ALL: Final = CHANNEL | HOSTILE | TIMEOUTS | READS | ENCODER | CONSUMER | RANKS | SESSIONS

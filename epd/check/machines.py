@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, NamedTuple
 
+from epd.check.relation import Transition, transition_of
 from epd.protocol import encoder, group, jobs, prefill, rank, reads, session, slots, sources
 from epd.protocol import prefill_types as t
 from epd.protocol.machine import Effect, Event, Step
@@ -41,7 +42,7 @@ def shipped(attempts: int) -> dict[str, Kind]:
     return {
         "request": Kind(prefill.INITIAL, prefill.step, request_limits, tables),
         "slot": Kind(slots.INITIAL, slots.step, slot_limits, (slots.TRANSITIONS,)),
-        "read": Kind(reads.INITIAL, reads.step, reads.Limits(2), (reads.TRANSITIONS,)),
+        "read": Kind(reads.INITIAL, reads.step, reads.Limits(3), (reads.TRANSITIONS,)),
         "part": Kind(encoder.INITIAL, encoder.step, encoder.Limits(), (encoder.TRANSITIONS,)),
         "job": Kind(jobs.INITIAL, jobs.step, jobs.Limits(), (jobs.TRANSITIONS,)),
         "group": Kind(group.INITIAL, group.step, group.Limits(), (group.TRANSITIONS,)),
@@ -62,7 +63,8 @@ def cells_of(kinds: Mapping[str, Kind]) -> set[Cell]:
 
 
 class Machines:
-    """Steps the machines; `visited` are the cells that were, `log` takes a line per step if it is a list."""
+    """Steps the machines; `visited` are the cells that were and `relation` what they did there, `log` takes
+    a line per step if it is a list."""
 
     def __init__(self, kinds: Mapping[str, Kind], patches: Mapping[str, Patch]) -> None:
         self._kinds = dict(kinds)
@@ -71,6 +73,7 @@ class Machines:
             self._kinds[name] = kind._replace(step=patch(kind.step))
         self._memo: dict[tuple[str, Any, Any, float], Step] = {}
         self.visited: set[Cell] = set()
+        self.relation: set[Transition] = set()
         self.log: list[str] | None = None
 
     def initial(self, name: str) -> Any:
@@ -83,6 +86,7 @@ class Machines:
             kind = self._kinds[name]
             step = self._memo[key] = kind.step(state, event, now_s, kind.limits)
             self._note(name, state, event)
+            self.relation.add(transition_of(name, state, event, step.state, step.effects))
         return step
 
     def _note(self, name: str, state: Any, event: Event) -> None:

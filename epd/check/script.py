@@ -18,8 +18,8 @@ line per machine step, `! I1: ...` for a violated invariant. `run` ignores the `
 writes new ones; a script is right if it comes out as it went in.
 
 `world` knows `requests=0,1+0@1/0@0` (requests by comma, parts by slash, kinds of pictures by plus, the
-encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `pool_slots`, `attempts`,
-`mailboxes=prefill|encoder|both`, and `hostile=yes`.
+encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `staging_rows`, `pool_slots`,
+`attempts`, `mailboxes=prefill|encoder|both`, and `hostile=yes`.
 
 | command | what happens |
 |---|---|
@@ -54,7 +54,8 @@ encoder after @), `rows=2,3` (rows of each kind), `encoders`, `staging_slots`, `
 `read-ends 1 2 ok`, `read-timeout 1 1 52`, `release-rank 1 0`, `cut`, `lose-rank 1`, `timeout`, `cancel`.
 `world sessions attempts=2` are the two sides of a connection (`session_world.py`; side 0 dials): `dial`,
 `frame 0` and `drop-frame`, `repeat-frame`, `garble-frame` (by place), `send 0 1`, `media-up 1`,
-`lost-lane 0 1 0`, `close 0 1`, `probe 1 0`, `beat 0 1`, `session-timeout 0 1 10` (side, session, second).
+`lost-lane 0 1 0`, `close 0 1`, `probe 1 0`, `beat 0 1`, `session-timeout 0 1 10` (side, session, second),
+`silence 0 1` (its heartbeat was sent a moment before).
 
 `s4` is session 4, of encoder 4 % 4; `e0` an encoder; `r0` a request. Errors are `ScriptError`, with the line.
 """
@@ -146,7 +147,7 @@ def render_setup(setup: Setup, world: str = "nodes") -> str:
         words.append("rows=" + ",".join(map(str, setup.rows)))
     words += [
         f"{name}={getattr(setup, name)}"
-        for name in ("encoders", "staging_slots", "pool_slots", "attempts", "mailboxes")
+        for name in ("encoders", "staging_slots", "staging_rows", "pool_slots", "attempts", "mailboxes")
         if getattr(setup, name) != getattr(default, name)
     ]
     if setup.hostile:
@@ -179,7 +180,7 @@ def _parse_value(name: str, value: str) -> Any:
         return tuple(map(_parse_request, value.split(",")))
     if name == "rows":
         return tuple(map(int, value.split(",")))
-    if name in {"encoders", "staging_slots", "pool_slots", "attempts"}:
+    if name in {"encoders", "staging_slots", "staging_rows", "pool_slots", "attempts"}:
         return int(value)
     if name == "mailboxes" and value in {"prefill", "encoder", "both"}:
         return value

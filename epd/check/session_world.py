@@ -113,6 +113,8 @@ class SessionWorld:
                     yield Move(1, None, ("probe", session, 1))
                 if "beat" in kinds and isinstance(machine, s.Open):
                     yield Move(1, None, ("beat", side, session))
+                if "silence" in kinds and isinstance(machine, s.Open):
+                    yield Move(1, None, ("silence", side, session))
 
     def resting_moves(self, state: SessionsState) -> Iterator[Move]:
         for number, frame in enumerate(state.frames):
@@ -139,6 +141,7 @@ class SessionWorld:
                     yield Move(0, GIVE_UP, ("lost-lane", side, session, 0))
                 if isinstance(machine, s.Ending):
                     yield Move(0, None, ("probe", session, 0))
+                    yield Move(0, None, ("probe", session, 1))
                 cost = 1 if "timeout" in self.setup.kinds else 99
                 if isinstance(machine, s.Ending):
                     cost = 0
@@ -271,6 +274,12 @@ class _Nodes:
 
     def on_beat(self, side: int, session: int) -> None:
         self._tables[side].feed(session, TimerExpired(), self._tables[side].state(session).heartbeat_at_s)
+
+    def on_silence(self, side: int, session: int) -> None:
+        """The peer's silence is noticed when our own heartbeat was sent a moment ago."""
+        machine = self._tables[side].state(session)
+        self._tables[side].put(session, replace(machine, heartbeat_at_s=machine.silent_at_s + 1.0))
+        self._tables[side].feed(session, TimerExpired(), machine.silent_at_s)
 
     def on_session_timeout(self, side: int, session: int, at_s: int) -> None:
         self._tables[side].feed(session, TimerExpired(), float(at_s))

@@ -20,11 +20,11 @@ class Setup(NamedTuple):
     """Bounds and shape of one exploration.
 
     `rows` has the rows (cells, pieces of a read) of each kind of picture; slots are counted, each
-    holds any item. `faults` bounds how many things of the `kinds` of fault go wrong in one run,
-    early time-outs included. `mailboxes`, `prefill`, `encoder` or `both`: in these nodes the
-    messages between actors wait in mailboxes and arrive in any order that these allow; otherwise at
-    once. `hostile`: messages may be dropped, repeated and reordered. `broken` names rules of the
-    nodes that are left out.
+    holds any item, those of an encoder any of at most `staging_rows`: it refuses a larger one.
+    `faults` bounds how many things of the `kinds` of fault go wrong in one run, early time-outs
+    included. `mailboxes`, `prefill`, `encoder` or `both`: in these nodes the messages between actors
+    wait in mailboxes and arrive in any order that these allow; otherwise at once. `hostile`: messages
+    may be dropped, repeated and reordered. `broken` names rules of the nodes that are left out.
     """
 
     requests: tuple[tuple[Part, ...], ...]
@@ -33,6 +33,7 @@ class Setup(NamedTuple):
     rows: tuple[int, ...] = (2,)
     encoders: int = 1
     staging_slots: int = 1
+    staging_rows: int = 8
     pool_slots: int = 1
     attempts: int = 2
     mailboxes: str = ""

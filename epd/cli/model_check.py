@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import click
 import msgspec
@@ -12,6 +14,9 @@ import msgspec
 from epd.check.configurations import CONFIGURATIONS, Result, run_named
 from epd.check.coverage import Coverage, coverage_of
 from epd.check.mutations import MUTATIONS, run_mutation
+from epd.check.relation import Transition
+from epd.check.traces.explored import Comparison, compare, trace_files, wrongly_listed
+from epd.observe.timeline.load import Loaded, load
 
 PROCESSES = 2
 
@@ -26,6 +31,12 @@ PROCESSES = 2
     multiple=True,
     help="This configuration (may be given more than once); cells are then not judged.",
 )
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    multiple=True,
+    help="Compare these recorded runs, a file or a folder of them, with what was explored.",
+)
 @click.option("--mutations", is_flag=True, help="Seed known bugs instead, one at a time: each must be found.")
 @click.pass_context
 def model_check_command(
@@ -34,27 +45,50 @@ def model_check_command(
     depth: int | None,
     faults: int | None,
     only: tuple[str, ...],
+    traces: tuple[Path, ...],
     mutations: bool,
 ) -> None:
     """Explore the shipped machines exhaustively, breadth-first, and check every invariant in every state.
 
-    Exit status: 0 if nothing was violated and every cell of the tables was visited or is listed as
-    unreachable; 1 otherwise (the shortest script of a violation is shown).
+    With --traces every step of the recorded runs must be one that was explored, or be listed as one that
+    no exploration makes. Exit status: 0 if nothing was violated, every cell of the tables was visited or is
+    listed as unreachable, and every recorded step is known; 1 otherwise (the shortest script of a violation
+    is shown); 2 if a trace cannot be read.
     """
     started_s = monotonic()
     if mutations:
         context.exit(_seed_bugs(as_json=as_json))
+    recorded = _load(traces)
     names = only or tuple(c.name for c in CONFIGURATIONS)
     results = explore_all(names, depth, faults)
     coverage = coverage_of(results)
     whole = not only and depth is None and faults is None
+    relation: frozenset[Transition] = frozenset().union(*(result.relation for result in results))
+    wrong = wrongly_listed(relation)
+    compared = compare(recorded, relation) if traces else None
     violations = [result for result in results if result.violation is not None]
     ok = not violations and not coverage.wrongly_listed and not (whole and coverage.missing)
+    ok = ok and not wrong and not (compared and compared.unknown)
     if as_json:
-        click.echo(_as_json(results, coverage, ok, monotonic() - started_s).decode())
+        found = _as_builtins(results, coverage, ok, monotonic() - started_s)
+        found["relation"] = {"transitions": len(relation), "wrongly_listed": [str(one) for one in wrong]}
+        found["traces"] = None if compared is None else _compared_as_builtins(compared)
+        click.echo(msgspec.json.encode(found).decode())
     else:
         _show(results, coverage, whole=whole)
+        _show_relation(wrong, compared)
     context.exit(0 if ok else 1)
+
+
+def _load(paths: Sequence[Path]) -> Loaded:
+    """Before anything is explored: a trace that cannot be read ends the command."""
+    files = trace_files(paths)
+    if paths and not files:
+        raise click.UsageError(f"--traces: no trace (NAME.trace) in {', '.join(map(str, paths))}")
+    loaded = load(files)
+    if loaded.damages:
+        raise click.UsageError(f"--traces: {'; '.join(map(str, loaded.damages))}")
+    return loaded
 
 
 def _seed_bugs(*, as_json: bool) -> int:
@@ -77,39 +111,59 @@ def explore_all(names: Sequence[str], depth: int | None, faults: int | None) -> 
         return list(pool.map(explore_one, names))
 
 
-def _as_json(results: Sequence[Result], coverage: Coverage, ok: bool, seconds: float) -> bytes:
-    return msgspec.json.encode(
-        {
-            "ok": ok,
-            "violations": sum(result.violation is not None for result in results),
-            "states": sum(result.states for result in results),
-            "transitions": sum(result.transitions for result in results),
-            "seconds": round(seconds, 3),
-            "cells": {
-                "visited": coverage.visited,
-                "total": coverage.total,
-                "unreachable": [
-                    {"cell": " ".join(cell), "reason": reason} for cell, reason in coverage.unreachable
-                ],
-                "missing": [" ".join(cell) for cell in coverage.missing],
-                "wrongly_listed": [" ".join(cell) for cell in coverage.wrongly_listed],
-            },
-            "configurations": [
-                {
-                    "name": result.name,
-                    "bounds": result.bounds,
-                    "states": result.states,
-                    "transitions": result.transitions,
-                    "depth": result.depth,
-                    "complete": result.complete,
-                    "seconds": round(result.seconds, 3),
-                    "violation": result.violation,
-                    "script": list(result.script),
-                }
-                for result in results
+def _as_builtins(results: Sequence[Result], coverage: Coverage, ok: bool, seconds: float) -> dict[str, Any]:
+    return {
+        "ok": ok,
+        "violations": sum(result.violation is not None for result in results),
+        "states": sum(result.states for result in results),
+        "transitions": sum(result.transitions for result in results),
+        "seconds": round(seconds, 3),
+        "cells": {
+            "visited": coverage.visited,
+            "total": coverage.total,
+            "unreachable": [
+                {"cell": " ".join(cell), "reason": reason} for cell, reason in coverage.unreachable
             ],
-        }
-    )
+            "missing": [" ".join(cell) for cell in coverage.missing],
+            "wrongly_listed": [" ".join(cell) for cell in coverage.wrongly_listed],
+        },
+        "configurations": [
+            {
+                "name": result.name,
+                "bounds": result.bounds,
+                "states": result.states,
+                "transitions": result.transitions,
+                "depth": result.depth,
+                "complete": result.complete,
+                "seconds": round(result.seconds, 3),
+                "violation": result.violation,
+                "script": list(result.script),
+            }
+            for result in results
+        ],
+    }
+
+
+def _compared_as_builtins(compared: Comparison) -> dict[str, Any]:
+    return {
+        "nodes": compared.nodes,
+        "steps": compared.steps,
+        "transitions": compared.transitions,
+        "listed": [
+            {"transition": str(one.transition), "times": one.times, "reason": reason}
+            for one, reason in compared.listed
+        ],
+        "not_explored": [
+            {
+                "transition": str(one.transition),
+                "times": one.times,
+                "trace": str(one.trace),
+                "node": one.node,
+                "step": one.step,
+            }
+            for one in compared.unknown
+        ],
+    }
 
 
 def _show(results: Sequence[Result], coverage: Coverage, *, whole: bool) -> None:
@@ -128,3 +182,16 @@ def _show(results: Sequence[Result], coverage: Coverage, *, whole: bool) -> None
         click.echo(f"not visited: {' '.join(cell)}")
     for cell in coverage.wrongly_listed:
         click.echo(f"listed as unreachable, but visited: {' '.join(cell)}")
+
+
+def _show_relation(wrong: Sequence[Transition], compared: Comparison | None) -> None:
+    for transition in wrong:
+        click.echo(f"listed as not explored, but explored or impossible: {transition}")
+    if compared is None:
+        return
+    click.echo(
+        f"recorded: {compared.steps:,} steps of {compared.nodes} nodes, {compared.transitions} transitions, "
+        f"{len(compared.listed)} listed as not explored, {len(compared.unknown)} unknown"
+    )
+    for one in compared.unknown:
+        click.echo(f"neither explored nor listed: {one}")
