@@ -32,16 +32,14 @@ from epd.protocol.messages import (
     BufferGrant,
     Cancel,
     DType,
-    EmbeddingMetadata,
     EmbeddingSpec,
     EncodeRequest,
     ErrorValue,
-    Failed,
-    ForwardDone,
     Item,
     Receipt,
 )
 from epd.protocol.sources import Subscriber, sealed_nbytes
+from epd.protocol.transfer_messages import heard_by_encoder, told_by_encoder
 from epd.protocol.wire import MAX_AUX_NBYTES
 from epd.runtime.actor import Actor
 from epd.runtime.endpoint import Endpoint
@@ -224,15 +222,8 @@ class EncodeActor(Actor[Mail]):
         match message:
             case EncodeRequest():
                 self._receive_request(key, message)
-            case BufferGrant():
-                self._feed(key, machine.GrantReceived(message.attempt, message.grant))
-            case Receipt():
-                receipt = machine.ReceiptReceived(
-                    message.attempt, message.grant, message.first, message.count
-                )
-                self._feed(key, receipt)
-            case Cancel():
-                self._feed(key, machine.CancelReceived(message.attempt))
+            case _:
+                self._feed(key, heard_by_encoder(message))
 
     def _receive_request(self, key: Key, request: EncodeRequest) -> None:
         deadline_s = self._clock.now_s() + request.remaining_ms / 1000
@@ -322,36 +313,8 @@ class EncodeActor(Actor[Mail]):
         session, transfer, part = key
         for effect in effects:
             match effect:
-                case machine.SendMetadata():
-                    self._endpoint.send(
-                        session,
-                        EmbeddingMetadata(transfer, part, effect.attempt, effect.specs),
-                    )
-                case machine.SendForwardDone():
-                    done = ForwardDone(
-                        transfer,
-                        part,
-                        effect.attempt,
-                        effect.grant,
-                        effect.first,
-                        effect.ready,
-                        effect.last,
-                    )
-                    self._endpoint.send(session, done)
-                case machine.SendFailed():
-                    e = effect.error
-                    self._endpoint.send(
-                        session,
-                        Failed(
-                            transfer,
-                            part,
-                            effect.attempt,
-                            e.code,
-                            e.retryable,
-                            e.item,
-                            e.message,
-                        ),
-                    )
+                case machine.SendMetadata() | machine.SendForwardDone() | machine.SendFailed():
+                    self._endpoint.send(session, told_by_encoder(transfer, part, effect))
                 case machine.AttemptEnded():
                     self._note_end(key, effect)
                 case _:

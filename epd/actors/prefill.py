@@ -36,19 +36,9 @@ from epd.protocol.errors import (
 from epd.protocol.group import Deliver
 from epd.protocol.ids import Incarnation, LeaseId, Part, SessionId, TransferId
 from epd.protocol.machine import Effect, Event
-from epd.protocol.messages import (
-    BufferGrant,
-    Cancel,
-    EmbeddingMetadata,
-    EncodeRequest,
-    ErrorValue,
-    Failed,
-    ForwardDone,
-    NeedMedia,
-    Receipt,
-    Regions,
-)
+from epd.protocol.messages import EmbeddingMetadata, ErrorValue, Failed, ForwardDone, NeedMedia, Regions
 from epd.protocol.placement import choose_encoder, plan_parts
+from epd.protocol.transfer_messages import SentByPrefill, heard_by_prefill, told_by_prefill
 from epd.protocol.wire import MAX_ITEMS_PER_PART
 from epd.request import Delivery, EmbeddingRequest, Fence
 from epd.runtime.actor import Actor
@@ -267,26 +257,8 @@ class PrefillActor(Actor[Mail]):
         if encoder is None:
             return
         match message:
-            case EmbeddingMetadata():
-                sized = t.MetadataReceived(session, message.part, message.attempt, message.specs)
-                self._feed(message.transfer, sized)
-            case ForwardDone():
-                ready = t.SourcesReady(
-                    session,
-                    message.part,
-                    message.attempt,
-                    message.grant,
-                    message.first,
-                    message.items,
-                    message.last,
-                )
-                self._feed(message.transfer, ready)
-            case Failed():
-                error = ErrorValue(message.code, message.retryable, message.reason, message.item)
-                self._feed(
-                    message.transfer,
-                    t.AttemptFailed(session, message.part, message.attempt, error),
-                )
+            case EmbeddingMetadata() | ForwardDone() | Failed():
+                self._feed(message.transfer, heard_by_prefill(session, message))
             case NeedMedia():
                 self._media.send(session, message.sha256)
             case Regions():
@@ -409,45 +381,16 @@ class PrefillActor(Actor[Mail]):
         ]
         return say_who_holds(self._pool, holders, failed.request.request_id, error)
 
-    def _send(
-        self,
-        open_request: _Request,
-        effect: t.SendEncodeRequest | t.SendGrant | t.SendReceipt | t.SendCancel,
-    ) -> None:
-        transfer, part, session = open_request.transfer, effect.part, effect.session
+    def _send(self, open_request: _Request, effect: SentByPrefill) -> None:
+        part, session = effect.part, effect.session
         match effect:
             case t.SendEncodeRequest():
                 self._close_attempt(open_request, part)
                 self._open_attempt(open_request, part, session, len(effect.items))
-                remaining_ms = max(1, int((effect.deadline_s - self._clock.now_s()) * 1000))
-                request = EncodeRequest(
-                    transfer,
-                    part,
-                    effect.attempt,
-                    effect.items,
-                    effect.dtype,
-                    remaining_ms,
-                    effect.traceparent,
-                )
-                self._endpoint.send(session, request)
-            case t.SendGrant():
-                self._endpoint.send(session, BufferGrant(transfer, part, effect.attempt, effect.lease))
-            case t.SendReceipt():
-                receipt = Receipt(
-                    transfer,
-                    part,
-                    effect.attempt,
-                    effect.lease,
-                    effect.first,
-                    effect.count,
-                    effect.last,
-                )
-                self._endpoint.send(session, receipt)
-                if effect.last:
-                    self._close_attempt(open_request, part)
-            case t.SendCancel():
-                self._endpoint.send(session, Cancel(transfer, part, effect.attempt))
+            case t.SendReceipt(last=True) | t.SendCancel():
                 self._close_attempt(open_request, part)
+        message = told_by_prefill(open_request.transfer, effect, self._clock.now_s())
+        self._endpoint.send(session, message)
 
     def _open_attempt(self, open_request: _Request, part: Part, session: SessionId, items: int) -> None:
         open_request.attempts[part] = (session, items)

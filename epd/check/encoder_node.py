@@ -7,6 +7,8 @@ cells: a row of an embedding, junk of a forward that runs, or a seal behind the 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from epd.check.machines import DEADLINE_S, Machines, Table
 from epd.check.setup import JUNK, SEAL, Setup, content, kind_of, spec_of
 from epd.protocol import encoder, jobs, sources
@@ -14,6 +16,7 @@ from epd.protocol import messages as m
 from epd.protocol.ids import Attempt, LeaseId, RegionId, Seal, SessionId
 from epd.protocol.machine import Effect, Event, TimerExpired
 from epd.protocol.sources import Subscriber
+from epd.protocol.transfer_messages import heard_by_encoder, told_by_encoder
 
 Words = tuple[Any, ...]
 
@@ -161,15 +164,8 @@ class EncoderNode:
                 self._feed_part(key, request)
                 if self._draining:
                     self._feed_part(key, encoder.DrainWanted())
-            case m.BufferGrant():
-                self._feed_part(key, encoder.GrantReceived(message.attempt, message.grant))
-            case m.Receipt():
-                receipt = encoder.ReceiptReceived(
-                    message.attempt, message.grant, message.first, message.count
-                )
-                self._feed_part(key, receipt)
-            case m.Cancel():
-                self._feed_part(key, encoder.CancelReceived(message.attempt))
+            case m.BufferGrant() | m.Receipt() | m.Cancel():
+                self._feed_part(key, heard_by_encoder(message))
 
     def _on_bad_media(self, session: int, kind: int) -> None:
         if self._fetching.get(kind) == session:
@@ -241,19 +237,10 @@ class EncoderNode:
         attempt = getattr(effect, "attempt", Attempt(0))
         who = Subscriber(session, transfer, part, attempt, getattr(effect, "item", 0))
         match effect:
-            case encoder.SendMetadata():
-                self._send(session, m.EmbeddingMetadata(transfer, part, effect.attempt, effect.specs))
-            case encoder.SendForwardDone():
-                done = m.ForwardDone(
-                    transfer, part, effect.attempt, effect.grant, effect.first, effect.ready, effect.last
-                )
-                self._send(session, done)
-            case encoder.SendFailed():
-                error = effect.error
-                self._send(
-                    session,
-                    m.Failed(transfer, part, effect.attempt, error.code, error.retryable, error.item, ""),
-                )
+            case encoder.SendMetadata() | encoder.SendForwardDone():
+                self._send(session, told_by_encoder(transfer, part, effect))
+            case encoder.SendFailed():  # no rule looks at its words
+                self._send(session, replace(told_by_encoder(transfer, part, effect), reason=""))
             case encoder.Subscribe():
                 kind = kind_of(effect.described)
                 self._kinds[key, effect.item] = kind

@@ -17,6 +17,7 @@ from epd.protocol import reads, slots
 from epd.protocol.ids import Incarnation, LeaseId, ReadId, SessionId, TransferId
 from epd.protocol.machine import Effect, Event, TimerExpired
 from epd.protocol.placement import EncoderLoad, choose_encoder
+from epd.protocol.transfer_messages import heard_by_prefill, told_by_prefill
 
 ENCODERS = 4
 """A session's number modulo this is its encoder's."""
@@ -137,35 +138,17 @@ class PrefillNode:
     def _on_message(self, session: int, message: Any) -> None:
         if session not in self._sessions and "any session" not in self._setup.broken:
             return
-        number = SessionId(session)
-        event: Event
-        match message:
-            case m.EmbeddingMetadata():
-                event = t.MetadataReceived(number, message.part, message.attempt, message.specs)
-            case m.ForwardDone():
-                event = t.SourcesReady(
-                    number,
-                    message.part,
-                    message.attempt,
-                    message.grant,
-                    message.first,
-                    message.items,
-                    message.last,
-                )
-            case m.Failed():
-                error = m.ErrorValue(message.code, message.retryable, message.reason, message.item)
-                event = t.AttemptFailed(number, message.part, message.attempt, error)
-            case m.NeedMedia():
-                wanted = any(
-                    message.sha256 == item.sha256
-                    for _, state in self._requests.states.items()
-                    for item in getattr(state, "items", ())
-                )
-                self._send(session, message if wanted else m.MediaMissing(message.sha256))
-                return
+        if isinstance(message, m.NeedMedia):
+            wanted = any(
+                message.sha256 == item.sha256
+                for _, state in self._requests.states.items()
+                for item in getattr(state, "items", ())
+            )
+            self._send(session, message if wanted else m.MediaMissing(message.sha256))
+            return
         if session not in self._sessions:
             self._flaws.append(f"I8: acted on {type(message).__name__} of session {session}, which is over")
-        self._requests.feed(message.transfer, event)
+        self._requests.feed(message.transfer, heard_by_prefill(SessionId(session), message))
 
     def _on_up(self, session: int) -> None:
         self._sessions.append(session)
@@ -237,23 +220,9 @@ class PrefillNode:
             self._perform_effect(transfer, effect)
 
     def _perform_effect(self, transfer: int, effect: Effect) -> None:
-        number = TransferId(transfer)
         match effect:
-            case t.SendEncodeRequest():
-                request = m.EncodeRequest(
-                    number, effect.part, effect.attempt, effect.items, effect.dtype, 1000
-                )
-                self._send(effect.session, request)
-            case t.SendGrant():
-                grant = m.BufferGrant(number, effect.part, effect.attempt, effect.lease)
-                self._send(effect.session, grant)
-            case t.SendReceipt():
-                receipt = m.Receipt(
-                    number, effect.part, effect.attempt, effect.lease, effect.first, effect.count, effect.last
-                )
-                self._send(effect.session, receipt)
-            case t.SendCancel():
-                self._send(effect.session, m.Cancel(number, effect.part, effect.attempt))
+            case t.SendEncodeRequest() | t.SendGrant() | t.SendReceipt() | t.SendCancel():
+                self._send(effect.session, told_by_prefill(TransferId(transfer), effect, now_s=0.0))
             case t.ChooseEncoder():
                 loads = [EncoderLoad(SessionId(s), Incarnation(s % ENCODERS), 0, 128) for s in self._sessions]
                 chosen = choose_encoder(effect.items, loads, effect.avoid)

@@ -31,6 +31,12 @@ from epd.protocol.machine import Effect, Event, TimerExpired
 from epd.protocol.messages import EmbeddingSpec, ErrorValue, Item, Probe, Source
 from epd.protocol.registry import MACHINES
 from epd.protocol.trace import TraceHeader
+from epd.protocol.transfer_messages import (
+    heard_by_encoder,
+    heard_by_prefill,
+    told_by_encoder,
+    told_by_prefill,
+)
 from epd.testing.virtual_clock import VirtualClock
 
 PartKey = tuple[SessionId, TransferId, Part]
@@ -262,25 +268,15 @@ class MachinePair:
             case p.SendEncodeRequest():
                 specs = tuple(EmbeddingSpec(item.probe.width, 1, "float32") for item in message.items)
                 event: Event = e.RequestReceived(message.attempt, message.items, specs, message.deadline_s)
-            case p.SendGrant():
-                event = e.GrantReceived(message.attempt, message.lease)
-            case p.SendReceipt():
-                event = e.ReceiptReceived(message.attempt, message.lease, message.first, message.count)
             case _:
-                event = e.CancelReceived(message.attempt)
+                told: Any = told_by_prefill(transfer, message, self.clock.now_s())
+                event = heard_by_encoder(told)
         self.feed_part(key, event)
 
     def _prefill_hears(self, key: Any, message: Any) -> None:
         session, transfer, part = key
-        about = (session, part, message.attempt)
-        match message:
-            case e.SendMetadata():
-                event: Event = p.MetadataReceived(*about, message.specs)
-            case e.SendForwardDone():
-                event = p.SourcesReady(*about, message.grant, message.first, message.ready, message.last)
-            case _:
-                event = p.AttemptFailed(*about, message.error)
-        self.feed_request(transfer, event)
+        told = told_by_encoder(transfer, part, message)
+        self.feed_request(transfer, heard_by_prefill(session, told))
 
     def _next_deadline(self, until_s: float) -> tuple[float, Callable[[], None]] | None:
         due: list[tuple[float, Callable[[], None]]] = []
