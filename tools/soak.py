@@ -83,13 +83,7 @@ class Soak:
             if delivery.error is not None:
                 self.oracle.failed[delivery.error.code] += 1
                 continue
-            await asyncio.to_thread(self.oracle.check, wanted, delivery, "when it came")
-            await asyncio.sleep(request.hold_s)
-            await asyncio.to_thread(self.oracle.check, wanted, delivery, "before its release")
-            await asyncio.to_thread(self.oracle.poison, delivery)
-            self.oracle.delivered += 1
-            self.oracle.delivered_nbytes += sum(view.nbytes for view in delivery.views)
-            delivery.release()
+            await self.oracle.consume(wanted, delivery, request.hold_s)
 
     async def _sample(self) -> None:
         while not self._is_over():

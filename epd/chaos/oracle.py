@@ -5,6 +5,7 @@ before it is released, and then filled with poison: a slot that changes while it
 delivered without having been written, shows.
 """
 
+import asyncio
 import hashlib
 from collections import Counter
 from typing import Final
@@ -59,6 +60,17 @@ class Oracle:
             self.corrupted_nbytes += len(wrong)
             if len(self.corruptions) < _CORRUPTIONS_TOLD:
                 self.corruptions.append(_told(request, item, when, found, wrong))
+
+    async def consume(self, request: EmbeddingRequest, delivery: Delivery, hold_s: float) -> None:
+        """Take it, hold it so long, release it: compared before and after, then poisoned."""
+        delivery.take()
+        await asyncio.to_thread(self.check, request, delivery, "when it came")
+        await asyncio.sleep(hold_s)
+        await asyncio.to_thread(self.check, request, delivery, "before its release")
+        await asyncio.to_thread(self.poison, delivery)
+        self.delivered += 1
+        self.delivered_nbytes += sum(view.nbytes for view in delivery.views)
+        delivery.release()
 
     def poison(self, delivery: Delivery) -> None:
         for view in delivery.views:

@@ -130,14 +130,7 @@ class Run:
         if delivery.error is not None:
             self.oracle.failed[delivery.error.code] += 1
             return
-        delivery.take()
-        await asyncio.to_thread(self.oracle.check, wanted, delivery, "when it came")
-        await asyncio.sleep(request.hold_s)
-        await asyncio.to_thread(self.oracle.check, wanted, delivery, "before its release")
-        await asyncio.to_thread(self.oracle.poison, delivery)
-        self.oracle.delivered += 1
-        self.oracle.delivered_nbytes += sum(view.nbytes for view in delivery.views)
-        delivery.release()
+        await self.oracle.consume(wanted, delivery, request.hold_s)
 
     async def _do_faults(self) -> None:
         while (fault := await self._progress.next_fault()) is not None:
