@@ -4,12 +4,12 @@ The glue of the actors `encode`, `dedup` and `buffers`, without sockets, clocks 
 cells: a row of an embedding, junk of a forward that runs, or a seal behind the rows.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from epd.check.machines import DEADLINE_S, Machines, Table
+from epd.check.node import CheckedNode, Mail
 from epd.check.setup import JUNK, SEAL, Setup, content, kind_of, spec_of
 from epd.protocol import encoder, jobs, sources
 from epd.protocol import messages as m
@@ -17,8 +17,6 @@ from epd.protocol.ids import Attempt, LeaseId, RegionId, Seal, SessionId
 from epd.protocol.machine import Effect, Event, TimerExpired
 from epd.protocol.sources import Subscriber
 from epd.protocol.transfer_messages import heard_by_encoder, told_by_encoder
-
-Words = tuple[Any, ...]
 
 
 class Staged(NamedTuple):
@@ -55,16 +53,16 @@ class EncoderState(NamedTuple):
     running: Running | None = None
     sessions: tuple[int, ...] = ()
     draining: bool = False
-    mail: tuple[tuple[str, Words], ...] = ()
-    """(actor, (handler, number of a staged result or 0, arguments ..))."""
+    mail: Mail = ()
+    """The first argument of each is the number of a staged result, or 0."""
     flaws: tuple[str, ...] = ()
 
 
-class EncoderNode:
+class EncoderNode(CheckedNode[EncoderState]):
     def __init__(
         self, setup: Setup, machines: Machines, state: EncoderState, fresh_seals: tuple[int, ...]
     ) -> None:
-        self._setup, self._machines = setup, machines
+        super().__init__("encoder", setup, state.sessions, state.mail, state.flaws)
         self._fresh_seals = list(fresh_seals)
         self._parts = Table("part", machines, state.parts, self._perform_part)
         self._jobs = Table("job", machines, state.jobs, self._perform_job)
@@ -79,11 +77,7 @@ class EncoderNode:
         self._waiting = list(state.waiting)
         self._queue = dict(state.queue)
         self._running = state.running
-        self._sessions = list(state.sessions)
         self._draining = state.draining
-        self._mail = list(state.mail)
-        self._flaws = list(state.flaws)
-        self._sent: list[tuple[int, m.Message]] = []
 
     def frozen(self) -> EncoderState:
         return EncoderState(
@@ -103,25 +97,6 @@ class EncoderNode:
             tuple(self._mail),
             tuple(self._flaws),
         )
-
-    def react(self, words: Words) -> tuple[EncoderState, tuple[tuple[int, m.Message], ...]]:
-        """One input, and (unless mailboxes are explored) all that follows from it inside of the node."""
-        handler: Callable[..., None] = getattr(self, "_on_" + words[0].replace("-", "_"))
-        handler(*words[1:])
-        while self._mail and self._setup.mailboxes not in {"encoder", "both"}:
-            self._turn(0)
-        return self.frozen(), tuple(self._sent)
-
-    def _tell(self, actor: str, handler: str, staged: int, *arguments: Any) -> None:
-        self._mail.append((actor, (handler, staged, *arguments)))
-
-    def _on_turn(self, actor: str) -> None:
-        self._turn(next(index for index, (to, _) in enumerate(self._mail) if to == actor))
-
-    def _turn(self, index: int) -> None:
-        _, words = self._mail.pop(index)
-        handler: Callable[..., None] = getattr(self, "_" + words[0])
-        handler(*words[1:])
 
     # -- from outside ------------------------------------------------------------------------
 
@@ -253,10 +228,6 @@ class EncoderNode:
                 self._tell("buffers", "pin", effect.staged, who)
             case encoder.UnpinSource():
                 self._tell("buffers", "source_event", effect.staged, sources.Unpinned(who))
-
-    def _send(self, session: int, message: m.Message) -> None:
-        if session in self._sessions:
-            self._sent.append((session, message))
 
     def _queue_forward(self, staged: int, kind: int) -> None:
         self._queue[kind] = staged

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from epd.check.encoder_node import EncoderState
-from epd.check.prefill_node import PrefillState, Words
+from epd.check.node import Words
+from epd.check.prefill_node import PrefillState
 from epd.check.setup import Setup
 from epd.protocol import encoder, jobs, reads, sources
 from epd.protocol import prefill_types as t

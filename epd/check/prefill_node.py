@@ -4,12 +4,12 @@ The glue of the actors `prefill`, `buffers` and `transfer`, without sockets and 
 `PrefillState`; `PrefillNode` is the copy that one input works on.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from epd.check.machines import DEADLINE_S, METADATA_S, PAUSE_S, ROOM_S, WARNING_S, Machines, Table, described
+from epd.check.node import CheckedNode, Mail
 from epd.check.setup import Setup, content, picture, rows_of
 from epd.protocol import messages as m
 from epd.protocol import prefill_types as t
@@ -28,8 +28,6 @@ PHASES = {
     "warning": WARNING_S,
     "deadline": DEADLINE_S,
 }
-Words = tuple[Any, ...]
-"""A command and its arguments, as in a script."""
 
 
 class Read(NamedTuple):
@@ -68,25 +66,23 @@ class PrefillState(NamedTuple):
     """Per request, what its consumer was told."""
     held: tuple[tuple[int, int], ...] = ()
     """(transfer, lease) of deliveries that were not released."""
-    mail: tuple[tuple[str, Words], ...] = ()
+    mail: Mail = ()
     flaws: tuple[str, ...] = ()
 
 
-class PrefillNode:
+class PrefillNode(CheckedNode[PrefillState]):
     def __init__(self, setup: Setup, machines: Machines, state: PrefillState) -> None:
-        self._setup, self._machines = setup, machines
+        super().__init__("prefill", setup, state.sessions, state.mail, state.flaws)
+        self._machines = machines
         self._requests = Table("request", machines, state.requests, self._perform)
         self._slots = Table("slot", machines, state.slots, self._perform_slot)
         self._leases = {entry.lease: entry for entry in state.leases}
         self._waiting = list(state.waiting)
-        self._sessions, self._peers = list(state.sessions), list(state.peers)
+        self._peers = list(state.peers)
         self._reads = {entry.read: entry for entry in state.reads}
         self._memory = list(state.memory) or [()] * setup.pool_slots
         self._told = list(state.told) or [()] * len(setup.requests)
         self._held = list(state.held)
-        self._mail = list(state.mail)
-        self._flaws = list(state.flaws)
-        self._sent: list[tuple[int, m.Message]] = []
 
     def frozen(self) -> PrefillState:
         return PrefillState(
@@ -103,25 +99,6 @@ class PrefillNode:
             tuple(self._mail),
             tuple(self._flaws),
         )
-
-    def react(self, words: Words) -> tuple[PrefillState, tuple[tuple[int, m.Message], ...]]:
-        """One input, and (unless mailboxes are explored) all that follows from it inside of the node."""
-        handler: Callable[..., None] = getattr(self, "_on_" + words[0].replace("-", "_"))
-        handler(*words[1:])
-        while self._mail and self._setup.mailboxes not in {"prefill", "both"}:
-            self._turn(0)
-        return self.frozen(), tuple(self._sent)
-
-    def _tell(self, actor: str, *words: Any) -> None:
-        self._mail.append((actor, words))
-
-    def _on_turn(self, actor: str) -> None:
-        self._turn(next(index for index, (to, _) in enumerate(self._mail) if to == actor))
-
-    def _turn(self, index: int) -> None:
-        _, words = self._mail.pop(index)
-        handler: Callable[..., None] = getattr(self, "_" + words[0])
-        handler(*words[1:])
 
     # -- from outside ------------------------------------------------------------------------
 
@@ -240,10 +217,6 @@ class PrefillNode:
                 self._held.append((transfer, effect.lease))
             case t.FailRequest():
                 self._told[transfer] = (*self._told[transfer], effect.error.code)
-
-    def _send(self, session: int, message: m.Message) -> None:
-        if session in self._sessions:
-            self._sent.append((session, message))
 
     def _feed_request(self, transfer: int, event: Event) -> None:
         self._requests.feed(transfer, event)

@@ -20,7 +20,8 @@ from epd.check.faults import HOSTILE
 from epd.check.invariants import View, Violation, first_violation, i4_no_residue
 from epd.check.machines import Machines, Patch, shipped
 from epd.check.moves import Move, encoder_moves, prefill_moves
-from epd.check.prefill_node import ENCODERS, PrefillNode, PrefillState, Words
+from epd.check.node import Words
+from epd.check.prefill_node import ENCODERS, PrefillNode, PrefillState
 from epd.check.setup import SEAL, Setup, rows_of, seals_in
 from epd.check.views import encoder_view, prefill_view, seals_of_encoder, seals_of_prefill
 from epd.protocol import messages as m
