@@ -154,8 +154,10 @@ class Place:
         self._cluster.time.after(0.0, self._left, process, then)
 
     def _left(self, process: Process, then: Callable[[], None]) -> None:
-        """Nothing of an orderly end stays: no timer, no task but of what was held for the engine."""
+        """Nothing of the node runs on; what is killed is a process that would end by itself."""
         if process.alive:
+            for task in process.loop.tasks():
+                self._cluster.violated(f"{process.name} has left, and {task} runs on")
             process.kill()
         self.node = self.consumer = None
         then()

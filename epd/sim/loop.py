@@ -64,6 +64,10 @@ class SimLoop(asyncio.BaseEventLoop):
         """Callbacks and timers that have not come yet."""
         return len(self._soon) + sum(not timer.cancelled() for _, _, timer in self._timers)
 
+    def tasks(self) -> list[str]:
+        """Names of those that have not ended."""
+        return sorted(task.get_name() for task in asyncio.all_tasks(self))
+
     def kill(self) -> None:
         """As SIGKILL: nothing runs any more. What its coroutines have in `finally` runs into the void."""
         self._killed = True
