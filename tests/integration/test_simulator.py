@@ -1,5 +1,6 @@
 """Whole nodes in virtual time: the same again from the same seed, right whatever happens, and not blind."""
 
+import asyncio
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from epd.actors.receive_buffers import LeaseFree, ReceiveBuffers
 from epd.check.machines import Patch, StepFunction
 from epd.check.mutations import MUTATIONS
 from epd.cli.simulate import simulate_command
+from epd.node import EncoderNode
 from epd.protocol import prefill_types, reads
 from epd.protocol.machine import Step
 from epd.runtime.machines import MachineTable
@@ -154,6 +156,19 @@ def test_what_stays_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ReceiveBuffers, "handle", forgetful)
     assert first_bad(range(5, 6)).residue
+
+
+def test_a_task_that_outlives_its_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = EncoderNode.drain
+    kept = []
+
+    async def forgetful(self: EncoderNode, timeout_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        kept.append(loop.create_task(asyncio.Event().wait(), name="forgotten"))
+        return await drain(self, timeout_s)
+
+    monkeypatch.setattr(EncoderNode, "drain", forgetful)
+    assert any("has left, and forgotten runs on" in what for what in simulate_hour(11, 5, 60.0).violations)
 
 
 @pytest.mark.slow
