@@ -140,12 +140,11 @@ class StagingBuffers(Actor[Mail]):
                 return
 
     def _evict_one(self) -> bool:
-        for staged in self._staged:
-            state = self._sources.state(staged)
-            if isinstance(state, sources.Stable) and not state.pins:
-                self._sources.feed(staged, sources.EvictWanted())
-                return True
-        return False
+        states = ((staged, self._sources.state(staged)) for staged in self._staged)
+        unread = sources.first_unread(states)
+        if unread is not None:
+            self._sources.feed(unread, sources.EvictWanted())
+        return unread is not None
 
     def _reserve(self, job: JobKey, extent: Extent) -> None:
         staged = LeaseId(self._next_staged)

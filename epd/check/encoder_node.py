@@ -343,12 +343,11 @@ class EncoderNode(CheckedNode[EncoderState]):
                 return
 
     def _evict_one(self) -> bool:
-        for staged in self._staged:
-            state = self._sources.state(staged)
-            if isinstance(state, sources.Stable) and not state.pins:
-                self._sources.feed(staged, sources.EvictWanted())
-                return True
-        return False
+        states = ((LeaseId(staged), self._sources.state(staged)) for staged in self._staged)
+        unread = sources.first_unread(states)
+        if unread is not None:
+            self._sources.feed(unread, sources.EvictWanted())
+        return unread is not None
 
     def _reserve(self, kind: int, slot: int) -> None:
         staged = LeaseId(self._fresh_staged())

@@ -6,7 +6,7 @@ any byte of it is reused. Pins are named, never counted: a repeat changes nothin
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Final
 
 import msgspec
@@ -205,6 +205,11 @@ def _evict(state: Stable, event: EvictWanted, now_s: float, limits: Limits) -> S
 
 def _release(state: Stable, event: ReleaseWanted, now_s: float, limits: Limits) -> Step:
     return Step(replace(state, unwanted=True), ()) if state.pins else _free(state)
+
+
+def first_unread(states: Iterable[tuple[LeaseId, AnyState]]) -> LeaseId | None:
+    """Which result to evict for room: the first that is whole and has no reader; None if there is none."""
+    return next((staged for staged, state in states if isinstance(state, Stable) and not state.pins), None)
 
 
 def _with(pins: tuple[Subscriber, ...], subscriber: Subscriber) -> tuple[Subscriber, ...]:
