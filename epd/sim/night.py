@@ -2,9 +2,13 @@
 
 import logging
 import multiprocessing
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -12,10 +16,17 @@ from typing import Any, Final
 import xxhash
 
 from epd.observe.log import configure_logging
+from epd.protocol.errors import EpdError
 from epd.sim.hour import HOUR_S, Hour, simulate_hour
 
 _TOLD: Final = 20
 """Violations in the report; all of them are told when they happen."""
+
+
+class NightCutShort(EpdError):
+    """A process of the night was killed; `hours` says how many had ended."""
+
+    code = "night_cut_short"
 
 
 class Night:
@@ -77,11 +88,23 @@ class Night:
 def simulate(
     seed: int, hours: float, first: int, jobs: int, traces: Path | None, tell: Callable[[Night], None]
 ) -> Night:
-    """Run `hours` from number `first` on; `tell` is called after each, in their order."""
+    """Run `hours` from number `first` on; `tell` is called after each, in their order.
+
+    Raises `NightCutShort` if one of the processes is killed.
+    """
     night = Night(seed)
-    for hour in _hours(seed, list(_lengths(hours, first)), jobs, traces):
-        night.add(hour)
-        tell(night)
+    lengths = list(_lengths(hours, first))
+    try:
+        for hour in _hours(seed, lengths, jobs, traces):
+            night.add(hour)
+            tell(night)
+    except BrokenProcessPool as error:
+        done = night.report()["hours"]
+        raise NightCutShort(
+            f"a process was killed (is there memory for {jobs}?) after {done} whole hours, "
+            f"{'all' if night.ok else 'not all'} right; go on with --first {first + done}",
+            hours=done,
+        ) from error
     return night
 
 
@@ -99,7 +122,7 @@ def _hours(seed: int, lengths: list[tuple[int, float]], jobs: int, traces: Path 
         yield from map(work, lengths)
         return
     fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(lengths)), fresh, be_quiet) as processes:
+    with ProcessPoolExecutor(min(jobs, len(lengths)), fresh, _begin) as processes:
         yield from processes.map(work, lengths)
 
 
@@ -109,6 +132,20 @@ def _hour(seed: int, traces: Path | None, length: tuple[int, float]) -> Hour:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     return simulate_hour(seed, number, seconds, folder)
+
+
+def _begin() -> None:
+    """In a process of the night: it ends with the one that started it, whatever becomes of that."""
+    be_quiet()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def be_quiet() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -180,3 +181,34 @@ def test_a_node_that_fails_is_told_with_the_command_that_shows_it(monkeypatch: p
     assert "hour 5 (again: epd simulate --seed 11 --first 5 --hours 0.2):" in said.stderr
     assert "ended: dedup" in said.stderr
     assert "Traceback" not in said.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_a_night_is_one_line_and_the_others_go_with_it() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "epd.cli.main",
+        "simulate",
+        "--seed",
+        "1",
+        "--hours",
+        "400",
+        "--jobs",
+        "2",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as night:
+        children = Path(f"/proc/{night.pid}/task/{night.pid}/children")
+        while len(started := spawned(children)) < 2:
+            assert night.poll() is None
+        os.kill(started[0], signal.SIGKILL)
+        out, err = night.communicate(timeout=200)
+    assert (night.returncode, out) == (1, "")
+    assert err.startswith("night_cut_short: a process was killed") and err.count("\n") == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def spawned(children: Path) -> list[int]:
+    """Of those that do the work."""
+    pids = [int(pid) for pid in children.read_text().split()]
+    return [pid for pid in pids if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
