@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, NamedTuple
 
-from epd.check.relation import Transition, transition_of
+from epd.check.relation import Transition, transitions_of
 from epd.protocol import encoder, group, jobs, prefill, rank, reads, session, slots, sources
 from epd.protocol import prefill_types as t
 from epd.protocol.machine import Effect, Event, Step
@@ -86,7 +86,7 @@ class Machines:
             kind = self._kinds[name]
             step = self._memo[key] = kind.step(state, event, now_s, kind.limits)
             self._note(name, state, event)
-            self.relation.add(transition_of(name, state, event, step.state, step.effects))
+            self.relation.update(transitions_of(name, state, event, step.state, step.effects))
         return step
 
     def _note(self, name: str, state: Any, event: Event) -> None:

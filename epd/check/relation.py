@@ -2,8 +2,9 @@
 
 A `Transition` is one step without its numbers: the types of the state before, the event, the state after and
 the effects (which, not how many or in which order), each with what else has few values: flags that are set,
-the lane, whether there is an error, the sort of a log entry. Of a request's parts and a part's items it has
-those that the step moved. So it is finite whatever a node did, and small explorations have met most of it.
+the lane, whether there is an error, the sort of a log entry. A step that moved several of a request's parts
+or of a part's items is a transition for each. So they are finite whatever a node did, and small explorations
+have met most of them.
 """
 
 from collections.abc import Iterable
@@ -30,34 +31,31 @@ MACHINES: Final = {
 
 
 class Transition(NamedTuple):
-    """`moved`: what the step made of states inside of the state, `Granted->Read`."""
+    """`moved`: what the step made of a state inside of the state, `Granted->Read`; empty if of none."""
 
     machine: str
     state: str
     event: str
     after: str
     effects: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
+    moved: str = ""
 
     def __str__(self) -> str:
         states = self.state if self.after == self.state else f"{self.state}->{self.after}"
-        inside = f" ({', '.join(self.moved)})" if self.moved else ""
+        inside = f" ({self.moved})" if self.moved else ""
         did = f"  {' '.join(self.effects)}" if self.effects else ""
         return f"{self.machine}: {states}{inside} on {self.event}{did}"
 
 
-def transition_of(
+def transitions_of(
     machine: str, before: State, event: Event, after: State, effects: Iterable[Effect]
-) -> Transition:
+) -> list[Transition]:
     """The step, abstracted."""
-    return Transition(
-        machine,
-        _words(before),
-        _words(event),
-        _words(after),
-        tuple(sorted({_words(effect) for effect in effects})),
-        _moved(before, after),
-    )
+    did = tuple(sorted({_words(effect) for effect in effects}))
+    return [
+        Transition(machine, _words(before), _words(event), _words(after), did, moved)
+        for moved in _moved(before, after)
+    ]
 
 
 def _words(value: Any) -> str:
@@ -79,13 +77,13 @@ def _facet(field: str, value: Any) -> str | None:
             return None
 
 
-def _moved(before: State, after: State) -> tuple[str, ...]:
-    """Nothing of a step that makes or ends what is inside."""
+def _moved(before: State, after: State) -> set[str]:
+    """What is inside when the step makes or ends it does not count."""
     ours, theirs = _inside(before), _inside(after)
     if len(ours) != len(theirs):
-        return ()
-    pairs = {(a, b) for a, b in zip(ours, theirs, strict=True) if a != b}
-    return tuple(sorted({f"{_words(a)}->{_words(b)}" for a, b in pairs}))
+        return {""}
+    pairs = zip(ours, theirs, strict=True)
+    return {f"{_words(was)}->{_words(now)}" for was, now in pairs if was != now} or {""}
 
 
 def _inside(state: Any) -> tuple[State, ...]:

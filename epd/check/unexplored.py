@@ -12,9 +12,20 @@ UNEXPLORED: Final[dict[Transition, str]] = {
     Transition("group", "Leading", "RankReleased", "Leading", ("Ignored",)): (
         "a consumer may release twice; the model's does it once"
     ),
+    Transition("job", "Absent", "Granted", "Absent", ("Ignored",)): (
+        "of three requests for a picture: its media fail for one while another's grant is on its way"
+    ),
     Transition("request", "Filling", "SourcesReady", "Filling", ("Ignored",)): (
         "of three pictures in a part: a read fails while news that is not the last is on its way"
     ),
+    Transition(
+        "request",
+        "Filling",
+        "SessionEnded",
+        "Filling",
+        ("ChooseEncoder",),
+        "Requested->Placing(last_error)",
+    ): "of two parts in one session: one is tried for the second time, the other for the first",
     Transition("session", "Absent", "FrameSent(control)", "Absent"): (
         "what was queued when the session ended is framed after it; here a frame is sent as it is built"
     ),

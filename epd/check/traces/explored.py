@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from epd.check.relation import MACHINES, Transition, transition_of
+from epd.check.relation import MACHINES, Transition, transitions_of
 from epd.check.unexplored import UNEXPLORED, reason_of
 from epd.observe.timeline.load import Loaded, NodeTrace
 from epd.protocol.registry import MACHINES as REGISTERED
@@ -54,9 +54,9 @@ def compare(loaded: Loaded, relation: Collection[Transition]) -> Comparison:
 def _add(recorded: dict[Transition, Recorded], node: NodeTrace) -> None:
     for at, step in enumerate(node.steps):
         machine = MACHINES[step.kind]
-        transition = transition_of(machine, step.before, step.event, step.after, step.effects)
-        known = recorded.get(transition) or Recorded(transition, 0, node.files[0], node.name, at)
-        recorded[transition] = known._replace(times=known.times + 1)
+        for transition in transitions_of(machine, step.before, step.event, step.after, step.effects):
+            known = recorded.get(transition) or Recorded(transition, 0, node.files[0], node.name, at)
+            recorded[transition] = known._replace(times=known.times + 1)
 
 
 def wrongly_listed(
