@@ -3,8 +3,10 @@
 Faults are tied to the number of a request, not to a clock, so that one seed always gives one schedule.
 """
 
+import itertools
 import random
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from typing import Final, Literal, NamedTuple
 
 KIB: Final = 1024
@@ -54,12 +56,16 @@ class Request(NamedTuple):
     hold_s: float
 
 
-def requests(seed: int, count: int, max_nbytes: int = MAX_REQUEST_NBYTES) -> list[Request]:
+def requests(seed: int, count: int) -> list[Request]:
+    return list(islice(request_stream(seed), count))
+
+
+def request_stream(seed: int, max_nbytes: int = MAX_REQUEST_NBYTES) -> Iterator[Request]:
+    """Without an end."""
     rng = random.Random(f"requests {seed}")
     recent: list[tuple[int, int]] = []
-    made: list[Request] = []
     contents = 0
-    for number in range(count):
+    for number in itertools.count():
         nbytes = _log_uniform(rng, MIN_REQUEST_NBYTES, max_nbytes)
         items: list[tuple[int, int]] = []
         for share in _split(rng, nbytes, rng.randint(1, MAX_ITEMS)):
@@ -72,8 +78,7 @@ def requests(seed: int, count: int, max_nbytes: int = MAX_REQUEST_NBYTES) -> lis
         recent = (recent + items)[-8:]
         cancel_s = rng.uniform(0, 0.05) if rng.random() < CANCELLED else None
         deadline_s = rng.uniform(0.02, 0.5) if rng.random() < HURRIED else 60.0
-        made.append(Request(number, tuple(items), deadline_s, cancel_s, rng.uniform(0, 0.05)))
-    return made
+        yield Request(number, tuple(items), deadline_s, cancel_s, rng.uniform(0, 0.05))
 
 
 def faults(seed: int, count: int) -> list[Fault]:

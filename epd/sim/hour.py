@@ -94,6 +94,20 @@ def simulate_hour(seed: int, hour: int, seconds: float = HOUR_S, traces: Path | 
             return simulate_hour(seed, hour, seconds, Path(folder))
     chance = random.Random(f"{seed} {hour}")
     cluster = Cluster(seed, f"hour {hour}", shape_of(chance), traces)
+    try:
+        residue = _run(cluster, chance, seconds)
+        _leave(cluster)
+    finally:  # of whatever goes wrong here
+        for place in cluster.places:
+            place.kill()
+    _expect_nothing(cluster)
+    if traces is not None:
+        _check(cluster, traces)
+    return _report(cluster, hour, seconds, residue)
+
+
+def _run(cluster: Cluster, chance: random.Random, seconds: float) -> dict[str, int]:
+    """Load and faults, then peace; what was left then."""
     left = _Left(cluster)
     for place in cluster.places:
         cluster.time.at(chance.uniform(0.0, 2.0), place.start)
@@ -104,16 +118,12 @@ def simulate_hour(seed: int, hour: int, seconds: float = HOUR_S, traces: Path | 
     if not residue:
         _works_again(cluster, chance)
         residue = left.run_to_peace(cluster.time.now_s + _PEACE_S)
-    _leave(cluster)
-    if traces is not None:
-        _check(cluster, traces)
-    return _report(cluster, hour, seconds, residue)
+    return residue
 
 
 def _plan(cluster: Cluster, chance: random.Random, load_s: float) -> None:
     """Bursts, and faults around them."""
-    count = int(load_s / min(_QUIET_S)) * _REQUESTS_PER_BURST[1] * len(cluster.prefills)
-    requests = iter(schedule.requests(chance.getrandbits(32), count, cluster.shape.max_nbytes))
+    requests = schedule.request_stream(chance.getrandbits(32), cluster.shape.max_nbytes)
     burst_s = 3.0
     while (burst_s := burst_s + chance.uniform(*_QUIET_S)) < load_s - 1.0:
         gap_s = 10 ** chance.uniform(-4, -1)
@@ -181,11 +191,18 @@ def _leave(cluster: Cluster) -> None:
     cluster.time.run(cluster.time.now_s + _LEAVING_S, lambda: not staying)
     for name in sorted(staying):
         cluster.violated(f"{name} does not end")
-    for place in cluster.places:
-        place.kill()
-    _expect_none(cluster, "connections", len(cluster.network.connections))
-    _expect_none(cluster, "listeners", len(cluster.network.listening))
-    _expect_none(cluster, "planes", len(cluster.engines.planes))
+
+
+def _expect_nothing(cluster: Cluster) -> None:
+    """Every node has ended."""
+    network, planes = cluster.network, cluster.engines.planes
+    for what, left in (
+        ("connections", len(network.connections)),
+        ("listeners", len(network.listening)),
+        ("planes", len(planes)),
+    ):
+        if left:
+            cluster.violated(f"{left} {what} are left when every node has ended")
 
 
 def _check(cluster: Cluster, traces: Path) -> None:
@@ -196,11 +213,6 @@ def _check(cluster: Cluster, traces: Path) -> None:
             cluster.violated(f"{one.path.name}: {one.damage or one.divergence or 'torn'}")
     for finding in checked.findings:
         cluster.violated(str(finding))
-
-
-def _expect_none(cluster: Cluster, what: str, count: int) -> None:
-    if count:
-        cluster.violated(f"{count} {what} are left when every node has ended")
 
 
 def _report(cluster: Cluster, hour: int, load_s: float, residue: dict[str, int]) -> Hour:
