@@ -121,6 +121,10 @@ class MediaStore(Generic[User]):
         if entry is None or entry.complete or entry.sender != session or entry.buffer is None:
             self.unwanted_chunks += 1
             return
+        if chunk.offset and not entry.received_nbytes:
+            # Asked for again while the rest of what was given up is on its way: ours is behind it.
+            self.unwanted_chunks += 1
+            return
         end = chunk.offset + len(chunk.data)
         if chunk.total_nbytes != entry.nbytes or chunk.offset != entry.received_nbytes or end > entry.nbytes:
             self._blame(

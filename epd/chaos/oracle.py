@@ -13,11 +13,15 @@ from typing import Final
 from epd.chaos.schedule import Request
 from epd.memory.tensors import host_bytes
 from epd.protocol.messages import Probe
+from epd.protocol.wire import MEDIA_CHUNK_NBYTES
 from epd.request import Delivery, EmbeddingRequest, ImageItem
 from epd.testing.synthetic import pattern
 
 POISON: Final = 0xDB
 _CORRUPTIONS_TOLD: Final = 8
+_LARGE_EVERY: Final = 32
+_LARGE_NBYTES: Final = MEDIA_CHUNK_NBYTES * 3 // 2
+"""Of one item's media in so many: they travel in several chunks."""
 _ITEM_NBYTES: Final = 4
 """Of one float32: an item's probe says how many."""
 
@@ -29,6 +33,8 @@ def embedding_request(seed: int, request: Request) -> EmbeddingRequest:
 
 def _item(seed: int, content: int, nbytes: int) -> ImageItem:
     media = f"chaos {seed} {content} {nbytes}".encode()
+    if content % _LARGE_EVERY == 0:
+        media += bytes(_LARGE_NBYTES)
     probe = Probe("image", nbytes // _ITEM_NBYTES, 1)
     return ImageItem(f"{content}", media, probe, hashlib.sha256(media).digest())
 

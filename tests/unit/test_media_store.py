@@ -110,10 +110,27 @@ def test_chunks_that_nobody_asked_for_are_counted_and_change_nothing() -> None:
     assert s.kinds("a") == [Progress]
 
 
+def test_what_is_left_of_a_stream_that_was_given_up_does_no_harm_to_the_next_one() -> None:
+    s = Store()
+    s.store.fetch("given up", SHA, len(MEDIA), ONE)
+    first = MediaChunk(SHA, 0, len(MEDIA), memoryview(MEDIA)[:64])
+    s.store.take_chunk(ONE, first)
+    s.store.drop("given up", SHA)
+    s.store.fetch("next", SHA, len(MEDIA), ONE)  # asked for again, while the rest is on its way
+    for offset in (64, 128, 192):
+        chunk = memoryview(MEDIA)[offset : offset + 64]
+        s.store.take_chunk(ONE, MediaChunk(SHA, offset, len(MEDIA), chunk))
+    assert s.kinds("next") == [Progress]
+    s.send(ONE)
+    assert s.kinds("next")[-1] is Arrived
+    assert bytes(s.store.get(SHA)) == MEDIA
+
+
 def test_a_chunk_out_of_place_is_the_senders_fault() -> None:
     s = Store()
     s.store.fetch("a", SHA, len(MEDIA), ONE)
-    s.store.take_chunk(ONE, MediaChunk(SHA, 64, len(MEDIA), memoryview(MEDIA)[64:128]))
+    s.store.take_chunk(ONE, MediaChunk(SHA, 0, len(MEDIA), memoryview(MEDIA)[:64]))
+    s.store.take_chunk(ONE, MediaChunk(SHA, 128, len(MEDIA), memoryview(MEDIA)[128:192]))
     assert s.kinds("a")[-1] is Refused
     assert (len(s.store), s.store.held_nbytes) == (0, 0)
 
