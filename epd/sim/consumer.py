@@ -81,11 +81,13 @@ class Consumer:
         delivery.release()
 
     def _on_overdue(self, request_id: str) -> None:
-        if request_id not in self.open:
+        wanted, process = self.open.get(request_id), self._process
+        if wanted is None:
             return
-        process = self._process
-        if process.now_s() < process.went_on_s + _GRACE_S:  # it stood still, and so did the node
-            process.loop.call_later(_GRACE_S, self._on_overdue, request_id)
+        # It stood still, perhaps before the node had read the request: its time begins there.
+        due_s = process.went_on_s + wanted.deadline_s + _GRACE_S
+        if process.now_s() < due_s:
+            process.loop.call_at(due_s, self._on_overdue, request_id)
         else:
             self._oracle.lost += 1
             self._violated(f"I3: {request_id} has no outcome {_GRACE_S} s after its deadline")
