@@ -18,6 +18,7 @@ from epd.node.host import Host
 from epd.protocol.trace import TraceHeader
 from epd.runtime.addresses import Address
 from epd.sim.consumer import Consumer
+from epd.sim.lanes import open_transport
 from epd.sim.network import Network
 from epd.sim.plane import Engines
 from epd.sim.poller import SimPoller
@@ -102,7 +103,7 @@ class Place:
             process,
             lambda: 0.0,
             rng.getrandbits,
-            partial(cluster.network.transport, process, self.host),
+            partial(open_transport, cluster.network, process, self.host),
             partial(SimPoller, now_s=process.now_s, opening_s=lambda: rng.expovariate(1.0) * _OPENING_S),
             partial(self._writer, process),
         )

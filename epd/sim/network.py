@@ -1,4 +1,4 @@
-"""The network between simulated hosts: lanes that behave as ZeroMQ's over TCP, and what goes wrong.
+"""The network between simulated hosts: connections as TCP's, and what goes wrong with them.
 
 What has been sent on one connection arrives in its order or not at all. A connection that breaks loses
 what was under way behind some frame. A link that is cut in two says nothing to either side: frames stand
@@ -9,41 +9,35 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from epd.protocol.errors import ConfigError
-from epd.protocol.ids import SessionId
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address
-from epd.runtime.keys import Security
 from epd.runtime.lanes import (
-    DialledLane,
-    LaneOwner,
-    LaneSocket,
-    ListeningLane,
     SendResult,
-    Transport,
     routing_id_of,
 )
 from epd.sim.process import Process, Time
+
+if TYPE_CHECKING:
+    from epd.sim.lanes import SimDialledLane, SimLane, SimListeningLane
 
 _LATENCY_S: Final = 100e-6
 _BYTES_PER_S: Final = 1e9
 _STANDING: Final = {Lane.CONTROL: 400, Lane.MEDIA: 8}
 """Frames of one connection that may stand on both sides before there is no room."""
 _ASK_AGAIN_S: Final = 0.05
-_SWALLOWED: Final = 0.1
-"""Of the wake-ups so many are lost to a send that came between, as ZeroMQ's are."""
 
 Link = tuple[str, str]
 
 
-class _Pipe:
+class Pipe:
     """One direction of a connection."""
 
     __slots__ = ("arrived", "blocked", "flying", "last_s", "reader", "sender")
 
-    def __init__(self, sender: "_SimLane", reader: "_SimLane") -> None:
+    def __init__(self, sender: "SimLane", reader: "SimLane") -> None:
         self.sender = sender
         self.reader = reader
         self.flying: deque[bytes] = deque()
@@ -62,12 +56,12 @@ class Connection:
         self.routing_id = routing_id
         self.lane = dialled.lane
         self.whole = True
-        self.there = _Pipe(dialled, listening)
-        self.back = _Pipe(listening, dialled)
+        self.there = Pipe(dialled, listening)
+        self.back = Pipe(listening, dialled)
 
 
 class Network:
-    """`done` counts what was provoked, by name."""
+    """`provoked(what)` is called for each rare thing that happens."""
 
     def __init__(self, time: Time, rng: random.Random, provoked: Callable[[str], None]) -> None:
         self.time = time
@@ -81,20 +75,6 @@ class Network:
         self._slow_s: dict[Link, float] = {}
         self._standing: dict[Link, list[Callable[[], None]]] = {}
         """What goes on when a link is whole again."""
-
-    def transport(
-        self,
-        process: Process,
-        host: str,
-        max_peers: int,
-        handshake_s: float,
-        security: Security | None,
-        on_error: Callable[[Exception], None],
-    ) -> Transport:
-        """What a node of that process takes as `OpenTransport`, with the first two bound."""
-        transport = SimTransport(self, process, host, handshake_s, on_error)
-        process.when_killed.append(transport.kill)
-        return transport
 
     # -- faults ------------------------------------------------------------------------------
 
@@ -190,7 +170,7 @@ class Network:
         else:
             lane.lose("handshake failed")
 
-    def send(self, connection: Connection, pipe: _Pipe, frame: bytes) -> SendResult:
+    def send(self, connection: Connection, pipe: Pipe, frame: bytes) -> SendResult:
         if len(pipe.flying) + pipe.arrived >= _STANDING[connection.lane]:
             pipe.blocked = True
             self.provoked("no_room")
@@ -199,12 +179,12 @@ class Network:
         self._deliver_later(connection, pipe, len(frame))
         return SendResult.SENT
 
-    def _deliver_later(self, connection: Connection, pipe: _Pipe, nbytes: int) -> None:
+    def _deliver_later(self, connection: Connection, pipe: Pipe, nbytes: int) -> None:
         latency_s = self.latency_s(pipe.sender.host, pipe.reader.host, nbytes)
         pipe.last_s = max(pipe.last_s, self.time.now_s + latency_s)
         self.time.at(pipe.last_s, self._deliver, connection, pipe)
 
-    def _deliver(self, connection: Connection, pipe: _Pipe) -> None:
+    def _deliver(self, connection: Connection, pipe: Pipe) -> None:
         link = (pipe.sender.host, pipe.reader.host)
         if self.open_s(*link) > self.time.now_s:
             self.provoked("frame_stood")
@@ -215,7 +195,7 @@ class Network:
                 pipe.arrived += 1
                 pipe.reader.take(connection, pipe, frame)
 
-    def received(self, pipe: _Pipe) -> None:
+    def received(self, pipe: Pipe) -> None:
         """The reader has it: there is room for another."""
         pipe.arrived -= 1
         if pipe.blocked:
@@ -246,7 +226,7 @@ class Network:
             pipe.last_s = max(pipe.last_s, self.time.now_s + self.latency_s(*link, 0))
             self._tell_lost(pipe, link, tell)
 
-    def _tell_lost(self, pipe: _Pipe, link: Link, tell: Callable[[], None]) -> None:
+    def _tell_lost(self, pipe: Pipe, link: Link, tell: Callable[[], None]) -> None:
         if self.open_s(*link) > self.time.now_s:
             self._stand(link, partial(self._tell_lost, pipe, link, tell))
         elif pipe.last_s > self.time.now_s or pipe.flying:
@@ -268,200 +248,3 @@ class Network:
             return
         for go_on in self._standing.pop(link, ()):
             go_on()
-
-
-class _SimLane(LaneSocket):
-    """One end; what has arrived stands in an inbox, in its order."""
-
-    def __init__(self, network: Network, process: Process, host: str, lane: Lane, owner: LaneOwner) -> None:
-        super().__init__(lane, owner, process.loop)
-        self.network = network
-        self.process = process
-        self.host = host
-        self._inbox: deque[tuple[_Pipe, list[Any]]] = deque()
-        self._reading = False
-
-    def start_reading(self) -> None:
-        self._reading = True
-        self._read_soon()
-
-    def read(self) -> int:
-        if self._again is not None and self.network.rng.random() < _SWALLOWED:
-            self._again.cancel()
-            self._again = None
-        return super().read()
-
-    def wake_up(self) -> None:
-        """As its descriptor does."""
-        if self._reading:
-            self._read_soon()
-
-    def take(self, connection: Connection, pipe: _Pipe, frame: bytes) -> None:
-        """A frame has arrived."""
-        self._inbox.append((pipe, self._parts(connection, frame)))
-        self.wake_up()
-
-    def _parts(self, connection: Connection, frame: bytes) -> list[Any]:
-        return [frame]
-
-    def _receive(self) -> list[Any] | None:
-        if not self._inbox:
-            return None
-        pipe, parts = self._inbox.popleft()
-        self.network.received(pipe)
-        return parts
-
-    def _close(self) -> None:
-        self._end_reading()
-        self._inbox.clear()
-
-
-class SimListeningLane(_SimLane, ListeningLane):
-    def __init__(
-        self, network: Network, process: Process, host: str, lane: Lane, owner: LaneOwner, wanted: Address
-    ) -> None:
-        super().__init__(network, process, host, lane, owner)
-        self.accepted: dict[bytes, Connection] = {}
-        self.address = network.bind(self, wanted)
-
-    def send(self, routing_id: bytes, frame: bytes) -> SendResult:
-        connection = self.accepted.get(routing_id)
-        if connection is None:
-            return SendResult.GONE
-        if not connection.whole:
-            return SendResult.SENT  # the kernel took it; nobody has told us yet
-        return self.network.send(connection, connection.back, frame)
-
-    def lost(self, connection: Connection) -> None:
-        """The connection is gone: only a wake-up for nothing says so."""
-        if self.accepted.get(connection.routing_id) is connection:
-            del self.accepted[connection.routing_id]
-            if self.process.alive:
-                self.wake_up()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        self._close()
-        del self.network.listening[self.address]
-        for connection in list(self.accepted.values()):
-            self.network.break_connection(connection)
-        self.accepted.clear()
-
-    def _parts(self, connection: Connection, frame: bytes) -> list[Any]:
-        return [connection.routing_id, frame]
-
-
-class SimDialledLane(_SimLane, DialledLane):
-    def __init__(
-        self,
-        transport: "SimTransport",
-        lane: Lane,
-        address: Address,
-        session: SessionId,
-        owner: LaneOwner,
-    ) -> None:
-        super().__init__(transport.network, transport.process, transport.host, lane, owner)
-        self.address = address
-        self.session = session
-        self.is_up = False
-        self._transport = transport
-        self._connection: Connection | None = None
-        self._reading = True
-
-    def come_up(self, connection: Connection) -> None:
-        """The peer has answered."""
-        if self.closed:
-            self.network.break_connection(connection)
-        else:
-            self._connection = connection
-            self.process.loop.call_soon(self._up)
-
-    def _up(self) -> None:
-        if self.closed:
-            return
-        self.is_up = True
-        self._guarded(lambda: self._owner.lane_connected(self))
-        self.wake_up()
-
-    def lose(self, reason: str) -> None:
-        """Refused or lost."""
-        if not self.closed:
-            self.process.loop.call_soon(self._lost, reason)
-
-    def _lost(self, reason: str) -> None:
-        if not self.closed:
-            self._guarded(self.read_all)
-        if not self.closed:
-            self._guarded(lambda: self._owner.lane_lost(self, reason))
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self._owner.lane_failed(error)
-
-    def send(self, routing_id: bytes, frame: bytes) -> SendResult:
-        connection = self._connection
-        if connection is None or not self.is_up:
-            return SendResult.FULL
-        if not connection.whole:
-            return SendResult.FULL
-        return self.network.send(connection, connection.there, frame)
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        connection = self._connection
-        if connection is not None:
-            self._transport.dialled.pop(self, None)
-            if self.process.alive:
-                self.network.close_dialled(connection)
-            else:
-                self.network.break_connection(connection)
-        self._transport.dialled.pop(self, None)
-        self._close()
-
-
-class SimTransport(Transport):
-    """Of one endpoint."""
-
-    def __init__(
-        self,
-        network: Network,
-        process: Process,
-        host: str,
-        handshake_s: float,
-        on_error: Callable[[Exception], None],
-    ) -> None:
-        self.network = network
-        self.process = process
-        self.host = host
-        self.dialled: dict[SimDialledLane, None] = {}
-        self._handshake_s = handshake_s
-        self._listening: list[SimListeningLane] = []
-
-    def listen(self, lane: Lane, address: Address, owner: LaneOwner) -> ListeningLane:
-        made = SimListeningLane(self.network, self.process, self.host, lane, owner, address)
-        self._listening.append(made)
-        return made
-
-    def dial(
-        self, lane: Lane, address: Address, session: SessionId, peer_key: str, owner: LaneOwner
-    ) -> DialledLane:
-        made = SimDialledLane(self, lane, address, session, owner)
-        self.dialled[made] = None
-        network = self.network
-        until_s = network.time.now_s + self._handshake_s
-        network.time.after(network.latency_s(self.host, address.host, 0), network.connect, made, until_s)
-        return made
-
-    async def close(self) -> None:
-        left = [lane for lane in (*self.dialled, *self._listening) if not lane.closed]
-        if left:
-            raise RuntimeError(f"{len(left)} lanes were not closed")
-
-    def kill(self) -> None:
-        """The kernel closes what the process had open."""
-        for lane in (*self.dialled, *self._listening):
-            lane.close()

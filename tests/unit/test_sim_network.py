@@ -12,7 +12,8 @@ from epd.protocol.ids import SessionId
 from epd.protocol.wire import Lane
 from epd.runtime.addresses import Address
 from epd.runtime.lanes import DialledLane, LaneSocket, ListeningLane, SendResult, routing_id_of
-from epd.sim.network import Network, SimTransport
+from epd.sim.lanes import SimTransport, open_transport
+from epd.sim.network import Network
 from epd.sim.process import Process, Time
 
 HERE, THERE = "127.0.2.1", "127.0.1.1"
@@ -65,7 +66,7 @@ class Pair:
         self.lane: DialledLane
 
     def _transport(self, process: Process, host: str) -> SimTransport:
-        transport = self.network.transport(process, host, 8, 2.0, None, self.dialling.lane_failed)
+        transport = open_transport(self.network, process, host, 8, 2.0, None, self.dialling.lane_failed)
         assert isinstance(transport, SimTransport)
         return transport
 
