@@ -179,7 +179,9 @@ class Cluster:
         self.troubles = Troubles()
         self._name = name
         self.network = Network(self.time, self.rng("network"), self.provoked)
-        self.engines = Engines(self.network, self.rng("engines"), self._written, one_sided=shape.one_sided)
+        self.engines = Engines(
+            self.network, self.rng("engines"), self._written, self.violated, one_sided=shape.one_sided
+        )
         encoders = [f"tcp://{host_of('encoder', n)}:{_PORT}" for n in range(shape.encoders)]
         common = {
             **shape.settings,
@@ -213,6 +215,7 @@ class Cluster:
         self.rates = Rates()
         self.troubles.heal()
         self.network.heal()
+        self.engines.heal()
         for place in self.places:
             place.heal()
             place.start()

@@ -64,6 +64,14 @@ def part(cluster: Cluster, rng: random.Random) -> bool:
     return True
 
 
+def stall(cluster: Cluster, rng: random.Random) -> bool:
+    """The data plane stands between two hosts, for less or more than a read may take; messages pass."""
+    one, other = _pair(cluster, rng)
+    read_s = float(cluster.shape.settings["timeouts.read_base_s"])
+    cluster.engines.stall(one.host, other.host, between(rng, 0.1 * read_s, 10 * read_s))
+    return True
+
+
 def slow_link(cluster: Cluster, rng: random.Random) -> bool:
     """What took 0.1 ms takes up to a second."""
     one, other = _pair(cluster, rng)
@@ -112,6 +120,7 @@ KINDS: Final[dict[str, tuple[Fault, float]]] = {
     "drain": (drain, 1.0),
     "cut": (cut, 3.0),
     "part": (part, 3.0),
+    "stall": (stall, 3.0),
     "slow_link": (slow_link, 2.0),
     "slow_process": (slow_process, 2.0),
     "drop": (drop, 2.0),

@@ -53,15 +53,18 @@ class Engines:
         network: Network,
         rng: random.Random,
         written: Callable[[Process, int, int], None],
+        violated: Callable[[str], None],
         *,
         one_sided: bool,
     ) -> None:
         self.network = network
         self.rng = rng
         self.written = written
+        self.violated = violated
         self.one_sided = one_sided
         self.planes: dict[str, SimPlane] = {}
         self.landed = 0
+        self._stalled: dict[tuple[str, str], float] = {}
         self._opened = 0
 
     def open(self, process: Process, host: str) -> "SimPlane":
@@ -71,16 +74,19 @@ class Engines:
         process.when_killed.append(plane.close)
         return plane
 
+    def stall(self, reader: str, source: str, seconds: float) -> None:
+        """Nothing is read by host `reader` from host `source` for so long; messages pass."""
+        self._stalled[reader, source] = self.network.time.now_s + seconds
+
+    def heal(self) -> None:
+        """Nothing stalls from now on."""
+        self._stalled.clear()
+
     def reachable(self, reader: "SimPlane", source: "SimPlane") -> bool:
         """Whether something can be moved now."""
         moves = self.one_sided or (source.process.runs and reader.process.runs)
-        network = self.network
-        now_s = network.time.now_s
-        return (
-            moves
-            and max(network.open_s(reader.host, source.host), network.open_s(source.host, reader.host))
-            <= now_s
-        )
+        stalled = self._stalled.get((reader.host, source.host), 0.0) > self.network.time.now_s
+        return moves and not stalled and self.network.is_whole(reader.host, source.host)
 
 
 class SimPlane:
@@ -149,6 +155,8 @@ class SimPlane:
         address = memory.address_of(piece)
         if address is None:
             return ReadState.REFUSED
+        if self.writes(piece.local_address, piece.nbytes):
+            self._engines.violated(f"{self.process.name} reads into a place where another read still writes")
         read = _Read(session, peer, piece, address)
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         self._reads[ticket] = read

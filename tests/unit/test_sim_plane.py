@@ -25,14 +25,10 @@ class Bench:
         self.time = Time()
         self.provoked: Counter[str] = Counter()
         self.written: list[tuple[int, int]] = []
+        self.violations: list[str] = []
         rng = random.Random(seed)
         self.network = Network(self.time, rng, lambda what: self.provoked.update([what]))
-        self.engines = Engines(
-            self.network,
-            rng,
-            lambda _, address, nbytes: self.written.append((address, nbytes)),
-            one_sided=one_sided,
-        )
+        self.engines = Engines(self.network, rng, self._note, self.violations.append, one_sided=one_sided)
         self.reader, self.source = (
             Process(self.time, name, random.Random(seed), lambda *_: None) for name in ("reader", "source")
         )
@@ -118,6 +114,27 @@ def test_a_parted_link_holds_the_read_up(bench: Bench) -> None:
     assert bench.here.poll(ticket) is ReadState.UNKNOWN
     bench.run(1.0)
     assert bench.here.poll(ticket) is ReadState.DONE
+
+
+def test_the_plane_can_stand_while_the_network_is_whole(bench: Bench) -> None:
+    bench.engines.stall("127.0.2.1", "127.0.1.1", 3.0)
+    ticket = bench.post()
+    bench.run(2.9)
+    assert bench.here.poll(ticket) is ReadState.UNKNOWN
+    bench.engines.heal()
+    bench.run(0.2)
+    assert bench.here.poll(ticket) is ReadState.DONE
+
+
+def test_a_read_into_a_place_where_another_still_writes_is_told(bench: Bench) -> None:
+    first = bench.post(4_096)
+    assert bench.violations == []
+    bench.post(8)
+    assert bench.violations == ["reader reads into a place where another read still writes"]
+    bench.run(1.0)
+    assert bench.here.poll(first) is ReadState.DONE
+    bench.post(4_096)
+    assert len(bench.violations) == 1
 
 
 def test_an_aborted_read_may_write_until_it_has_failed_and_never_after() -> None:
